@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Compile CUDA ops ahead of their first use, or without a GPU: `python -m deepspeed_hybrid.ops.compile --arch 9.0`."""
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+from deepspeed_hybrid.ops.loader import BUILDERS, builder, find_ninja, library_path
+
+
+def compile_op(name: str, arch_list: str) -> Path:
+    """Build an op for the given architectures, with or without a GPU, and return its library.
+
+    Args:
+        name: a key of BUILDERS.
+        arch_list: in the form of TORCH_CUDA_ARCH_LIST, e.g. "9.0" or "8.0;9.0".
+
+    Raises:
+        ValueError: there is no such op.
+        RuntimeError: a compiler is missing, or the sources do not compile.
+    """
+    find_ninja()
+    compiled = type(builder(name))()
+    compiled.needs_device = False
+    previous = os.environ.get("TORCH_CUDA_ARCH_LIST")
+    os.environ["TORCH_CUDA_ARCH_LIST"] = arch_list
+    try:
+        compiled.jit_load(verbose=False)
+    finally:
+        if previous is None:
+            del os.environ["TORCH_CUDA_ARCH_LIST"]
+        else:
+            os.environ["TORCH_CUDA_ARCH_LIST"] = previous
+    return library_path(name)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m deepspeed_hybrid.ops.compile", description=__doc__)
+    parser.add_argument("ops", nargs="*", help=f"any of {', '.join(BUILDERS)} (default: all)")
+    parser.add_argument("--arch", default="9.0", help="as TORCH_CUDA_ARCH_LIST (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    for name in options.ops or BUILDERS:
+        start = time.perf_counter()
+        library = compile_op(name, options.arch)
+        print(f"{name}: {library} ({time.perf_counter() - start:.1f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""The end of a decode step: choose a token, take its logprob, and do all the bookkeeping on the device."""
+
+import torch
+
+from deepspeed_hybrid.ops.loader import load
+from deepspeed_hybrid.ops.philox import gumbel_noise
+
+RUNNING, STOPPED, LENGTH = 0, 1, 2
+
+
+def choose_token(
+    scores: torch.Tensor,
+    raw_logits: torch.Tensor | None,
+    temperature: torch.Tensor | None,
+    seed: torch.Tensor,
+    request: torch.Tensor,
+    sample: torch.Tensor,
+    position: torch.Tensor,
+    sampled: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Argmax, or Gumbel-max sampling, with the fp32 logprob of the choice.
+
+    Args:
+        scores: [B, V] fp32, bf16 or fp16. Entries at -inf cannot be chosen.
+        raw_logits: [B, V] to take the logprob from, or None for the distribution chosen from.
+        temperature: [B] fp32 divisor of ``scores`` when sampling, or None where the scores are final.
+        seed, request, sample, position: [B] int64, the key of the noise; ``position`` is the chosen token's own.
+        sampled: False for argmax, in which case temperature and noise are not used.
+
+    Returns:
+        token [B] int64, logprob [B] fp32.
+    """
+    final = scores.float()
+    if sampled and temperature is not None:
+        final = final / temperature[:, None]
+    noisy = final + gumbel_noise(seed, request, sample, position, final.shape[1]) if sampled else final
+    token = noisy.argmax(dim=-1)
+    source = final if raw_logits is None else raw_logits.float()
+    logprob = source.gather(1, token[:, None])[:, 0] - source.logsumexp(dim=-1)
+    return token, logprob
+
+
+def decode_step_reference(
+    scores: torch.Tensor,
+    raw_logits: torch.Tensor | None,
+    temperature: torch.Tensor | None,
+    seed: torch.Tensor,
+    request: torch.Tensor,
+    sample: torch.Tensor,
+    limit: torch.Tensor,
+    stop_ids: torch.Tensor,
+    token: torch.Tensor,
+    position: torch.Tensor,
+    length: torch.Tensor,
+    active: torch.Tensor,
+    finish: torch.Tensor,
+    tokens: torch.Tensor,
+    logprobs: torch.Tensor,
+    sampled: bool,
+) -> None:
+    """What :func:`decode_step` does, in plain torch on any device."""
+    advance = active.long()
+    position.add_(advance)
+    choice, logprob = choose_token(scores, raw_logits, temperature, seed, request, sample, position, sampled)
+    choice = torch.where(active, choice, token)
+    token.copy_(choice)
+
+    column = length.clamp(max=tokens.shape[1] - 1)[:, None]
+    tokens.scatter_(1, column, torch.where(active[:, None], choice[:, None], tokens.gather(1, column)))
+    logprobs.scatter_(1, column, torch.where(active[:, None], logprob[:, None], logprobs.gather(1, column)))
+    length.add_(advance)
+
+    stopped = active & (choice[:, None] == stop_ids[None, :]).any(dim=-1)
+    out_of_length = active & ~stopped & (length >= limit)
+    finish.masked_fill_(stopped, STOPPED).masked_fill_(out_of_length, LENGTH)
+    active.logical_and_(~(stopped | out_of_length))
+
+
+@torch.library.custom_op(
+    "deepspeed_hybrid::decode_step",
+    mutates_args=("token", "position", "length", "active", "finish", "tokens", "logprobs"),
+    device_types="cuda",
+)
+def decode_step(
+    scores: torch.Tensor,
+    raw_logits: torch.Tensor | None,
+    temperature: torch.Tensor | None,
+    seed: torch.Tensor,
+    request: torch.Tensor,
+    sample: torch.Tensor,
+    limit: torch.Tensor,
+    stop_ids: torch.Tensor,
+    token: torch.Tensor,
+    position: torch.Tensor,
+    length: torch.Tensor,
+    active: torch.Tensor,
+    finish: torch.Tensor,
+    tokens: torch.Tensor,
+    logprobs: torch.Tensor,
+    sampled: bool,
+) -> None:
+    """Choose the next token of every active row and record it, in place.
+
+    An active row's position and length advance by one, its token and logprob are written at column ``length`` of the
+    output buffers, and it becomes inactive at a stop id (STOPPED) or at its limit (LENGTH; a stop id on the last
+    allowed token is STOPPED). Nothing of an inactive row changes.
+
+    On CUDA this is one pass over the scores in two launches, without a host sync; the first call builds it. A row's
+    token and logprob are bit-equal in any batch. On a CPU it is :func:`decode_step_reference`.
+
+    Args:
+        scores, raw_logits, temperature, seed, request, sample, sampled: as in :func:`choose_token`.
+        limit: [B] int64, the most tokens a row may produce.
+        stop_ids: [N] int64, padded with -1.
+        token, position, length: [B] int64, updated.
+        active: [B] bool, updated.
+        finish: [B] uint8 of RUNNING, STOPPED or LENGTH, updated.
+        tokens: [B, C] int64, updated.
+        logprobs: [B, C] fp32, updated.
+    """
+    load("decode_step").decode_step(
+        scores,
+        raw_logits,
+        temperature,
+        seed,
+        request,
+        sample,
+        limit,
+        stop_ids,
+        token,
+        position,
+        length,
+        active,
+        finish,
+        tokens,
+        logprobs,
+        sampled,
+    )
+
+
+@decode_step.register_fake
+def _(*args) -> None:
+    """Nothing is returned; everything happens in the buffers."""
+
+
+decode_step.register_kernel("cpu")(decode_step_reference)
