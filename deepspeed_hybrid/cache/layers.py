@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Cache layers with a place for every slot, at addresses that stay."""
+
+from dataclasses import dataclass
+
+import torch
+
+from deepspeed_hybrid.compat import LinearAttentionLayer, StaticLayer
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Where the tokens of one forward go, and what they see. B rows of T tokens.
+
+    A prefill names the rows' slots; a decode step runs lanes 0..B-1, each the slot of that number.
+    """
+
+    lanes: int
+    slots: torch.Tensor | None  # [B] int64 for a prefill; None for a decode step
+    write_slots: torch.Tensor  # [B] int64: the row's slot, or the scratch slot
+    write_positions: torch.Tensor  # [B, T] int64: where each token's key and value go
+    kv_length: int  # how many cache positions attention reads
+    parked: torch.Tensor | None = None  # [B] bool: lanes whose state must keep its bits; None for a prefill
+    token_mask: torch.Tensor | None = None  # [B, T] bool: False on padding; None: no padding
+    first: bool = False  # the first tokens of their sequences: there is no earlier state
+
+
+class PlanHolder:
+    """The plan of the forward under way, shared by all layers of a cache."""
+
+    plan: StepPlan
+
+
+class SlotKVLayer(StaticLayer):
+    """Keys and values [slots + 1, heads, capacity, head_dim]; the last slot is scratch.
+
+    The buffers are made at the first update, when the (possibly sharded) head count is known.
+    """
+
+    def __init__(self, holder: PlanHolder, slots: int, capacity: int):
+        super().__init__(max_cache_len=capacity)
+        self.holder, self.slots = holder, slots
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        def buffer(states: torch.Tensor) -> torch.Tensor:
+            shape = (self.slots + 1, states.shape[1], self.max_cache_len, states.shape[3])
+            return torch.zeros(shape, dtype=states.dtype, device=states.device)
+
+        self.keys, self.values = buffer(key_states), buffer(value_states)
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write [B, heads, T, head_dim] by the plan; return what attention reads, [B, heads, plan.kv_length, ...]."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        plan = self.holder.plan
+        where = (plan.write_slots[:, None], slice(None), plan.write_positions)
+        self.keys[where] = key_states.transpose(1, 2)
+        self.values[where] = value_states.transpose(1, 2)
+        return self._read(self.keys, plan), self._read(self.values, plan)
+
+    @staticmethod
+    def _read(buffer: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+        reachable = buffer[:, :, : plan.kv_length]
+        return reachable[: plan.lanes] if plan.slots is None else reachable.index_select(0, plan.slots)
+
+    def get_seq_length(self) -> int:
+        return int(self.holder.plan.write_positions.max()) + 1 if self.is_initialized else 0
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"kv_keys": self.keys, "kv_values": self.values} if self.is_initialized else {}
+
+
+class SlotGdnLayer(LinearAttentionLayer):
+    """Conv window [slots + 1, channels, kernel] and recurrent state [slots + 1, v_heads, k_dim, v_dim].
+
+    The window keeps the projection's dtype, the recurrent state ``state_dtype``.
+    """
+
+    def __init__(self, holder: PlanHolder, slots: int, state_dtype: torch.dtype):
+        super().__init__()
+        self.holder, self.slots, self.state_dtype = holder, slots, state_dtype
+        self.window: torch.Tensor | None = None
+        self.state: torch.Tensor | None = None
+
+    def ensure(self, projected: torch.Tensor, kernel_size: int, state_shape: tuple[int, int, int]) -> None:
+        """Make the buffers at the first forward; ``projected`` is [B, T, channels]."""
+        if self.window is not None:
+            return
+        rows, device = self.slots + 1, projected.device
+        self.window = torch.zeros(rows, projected.shape[-1], kernel_size, dtype=projected.dtype, device=device)
+        self.state = torch.zeros(rows, *state_shape, dtype=self.state_dtype, device=device)
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Window [B, channels, kernel] and state [B, v_heads, k_dim, v_dim] before the planned tokens."""
+        plan = self.holder.plan
+        if plan.slots is None:
+            return self.window[: plan.lanes], self.state[: plan.lanes]
+        if plan.first:
+            return tuple(
+                torch.zeros((plan.lanes, *buffer.shape[1:]), dtype=buffer.dtype, device=buffer.device)
+                for buffer in (self.window, self.state)
+            )
+        return self.window.index_select(0, plan.slots), self.state.index_select(0, plan.slots)
+
+    def write(self, window: torch.Tensor, state: torch.Tensor) -> None:
+        """Store what :meth:`read` returns next time."""
+        plan = self.holder.plan
+        if plan.slots is None:
+            for buffer, value in ((self.window, window), (self.state, state)):
+                if value.data_ptr() != buffer.data_ptr():  # else it was updated in place
+                    buffer[: plan.lanes].copy_(value)
+        else:
+            self.window.index_copy_(0, plan.slots, window)
+            self.state.index_copy_(0, plan.slots, state.to(self.state_dtype))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {} if self.window is None else {"gdn_conv": self.window, "gdn_state": self.state}

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""A transformers Cache whose rows live in slots of fixed address, each with a write position of its own."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from deepspeed_hybrid.cache.layers import PlanHolder, SlotGdnLayer, SlotKVLayer, StepPlan
+from deepspeed_hybrid.compat import Cache
+
+
+class SlotCache(Cache):
+    """KV slots for attention layers, conv and recurrent state for GatedDeltaNet layers, and one scratch slot.
+
+    Args:
+        kinds: 'full_attention' or 'linear_attention' per layer.
+        slots: rows that can be in flight. Slot number ``slots`` is scratch: parked lanes write their keys there.
+        capacity: tokens a slot holds.
+        state_dtype: dtype of the recurrent state.
+    """
+
+    def __init__(self, kinds: list[str], slots: int, capacity: int, state_dtype: torch.dtype = torch.float32):
+        self.holder = PlanHolder()
+        self.slots, self.capacity, self.state_dtype = slots, capacity, state_dtype
+        super().__init__(
+            layers=[
+                SlotGdnLayer(self.holder, slots, state_dtype)
+                if kind == "linear_attention"
+                else SlotKVLayer(self.holder, slots, capacity)
+                for kind in kinds
+            ]
+        )
+
+    @property
+    def scratch(self) -> int:
+        return self.slots
+
+    @contextmanager
+    def planned(self, plan: StepPlan) -> Iterator[None]:
+        """The forward inside follows ``plan``."""
+        self.holder.plan = plan
+        try:
+            yield
+        finally:
+            del self.holder.plan
+
+    def fork(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy whole slots on the device, ``sources[i]`` to ``targets[i]`` (both [N] int64)."""
+        for buffer in self.buffers():
+            buffer.index_copy_(0, targets, buffer.index_select(0, sources))
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        for layer in self.layers:
+            yield from layer.tensors().values()
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes of kv_keys, kv_values, gdn_conv and gdn_state buffers, scratch slot included."""
+        totals = dict.fromkeys(("kv_keys", "kv_values", "gdn_conv", "gdn_state"), 0)
+        for layer in self.layers:
+            for kind, buffer in layer.tensors().items():
+                totals[kind] += buffer.numel() * buffer.element_size()
+        return totals

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""What a user sets: the engine's configuration, checked when it is made."""
+
+from dataclasses import dataclass, fields
+
+import torch
+
+SEGMENT_KINDS = ("all", "fused_glu", "fused_gdn", "fused_attention")
+BACKENDS = ("auto", "cuda", "triton", "torch")
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class HybridEngineRolloutConfig:
+    """Options of :class:`HybridEngineRollout`; every field of DeepSpeed 0.19.8's class of this name is here.
+
+    Args:
+        use_graph_capture: one CUDA graph per decode step. None: on where possible, and the profile says why not.
+            True without a CUDA device is an error.
+        enable_profiling: fill ``get_last_profile()``; stage times then synchronize the device between stages.
+        use_shared_prefill: samples of one prompt share its prefill. None: on.
+        align_decode_fronts, enable_cache_trimming: accepted and without effect, since every row has a slot of its own.
+        continuous_cache_capacity: tokens a slot can hold. None: what the request needs. Too small is an error.
+        use_segki: segment kernels in the model's layers while generating. None: on where possible.
+        segki_kernel: which segments, one of ``SEGMENT_KINDS``.
+        segki_backend: which implementation of the kernels, one of ``BACKENDS``; 'auto' prefers CUDA where it builds.
+        state_dtype: dtype of the recurrent state, a torch.dtype or its name.
+        max_graphs: captured graphs kept, least recently used dropped first.
+        poll_every: replays between two looks at the stop flags.
+        batch_invariant: a row's tokens independent of its batch mates to the last bit. Not available yet.
+        train_consistent: decode reductions arranged like the training forward's. Not available yet.
+
+    Raises:
+        ValueError: names the field, what arrived and what is accepted.
+    """
+
+    use_graph_capture: bool | None = None
+    enable_profiling: bool = False
+    use_shared_prefill: bool | None = None
+    align_decode_fronts: bool = False
+    enable_cache_trimming: bool = False
+    continuous_cache_capacity: int | None = None
+    use_segki: bool | None = None
+    segki_kernel: str = "all"
+    segki_backend: str = "auto"
+    state_dtype: torch.dtype | str = torch.float32
+    max_graphs: int = 8
+    poll_every: int = 8
+    batch_invariant: bool = False
+    train_consistent: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("use_graph_capture", "use_shared_prefill", "use_segki"):
+            _require(
+                name,
+                getattr(self, name),
+                getattr(self, name) is None or isinstance(getattr(self, name), bool),
+                "True, False or None",
+            )
+        for name in ("enable_profiling", "align_decode_fronts", "enable_cache_trimming"):
+            _require(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
+        for name in ("batch_invariant", "train_consistent"):
+            _require(name, getattr(self, name), getattr(self, name) is False, "False (True is not available yet)")
+        for name in ("max_graphs", "poll_every"):
+            _require(name, getattr(self, name), is_integer(getattr(self, name), 1), "an integer of at least 1")
+        _require(
+            "continuous_cache_capacity",
+            self.continuous_cache_capacity,
+            self.continuous_cache_capacity is None or is_integer(self.continuous_cache_capacity, 1),
+            "None or an integer of at least 1",
+        )
+        _require("segki_kernel", self.segki_kernel, self.segki_kernel in SEGMENT_KINDS, f"one of {SEGMENT_KINDS}")
+        _require("segki_backend", self.segki_backend, self.segki_backend in BACKENDS, f"one of {BACKENDS}")
+        dtype = getattr(torch, self.state_dtype, None) if isinstance(self.state_dtype, str) else self.state_dtype
+        _require("state_dtype", self.state_dtype, dtype in STATE_DTYPES, f"one of {STATE_DTYPES} or its name")
+        object.__setattr__(self, "state_dtype", dtype)
+
+    @classmethod
+    def from_object(cls, cfg: object) -> "HybridEngineRolloutConfig":
+        """Take over the fields that ``cfg`` has: None, this class, DeepSpeed's classes, or any object with them."""
+        if isinstance(cfg, cls):
+            return cfg
+        if isinstance(cfg, dict):
+            raise ValueError(
+                "cfg must be an object with the fields as attributes; for a dict d pass HybridEngineRolloutConfig(**d)"
+            )
+        return cls(**{field.name: getattr(cfg, field.name) for field in fields(cls) if hasattr(cfg, field.name)})
+
+
+def is_integer(value: object, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+
+
+def _require(name: str, value: object, accepted: bool, what: str) -> None:
+    if not accepted:
+        raise ValueError(f"{name} must be {what}; got {value!r}")
