@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""The memory of generation: a cache and a state of one size, kept between calls, and the steps over them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from deepspeed_hybrid.cache.slot_cache import SlotCache
+from deepspeed_hybrid.compat import ModelCall, layer_kinds
+from deepspeed_hybrid.generation.graph import GraphRunner
+from deepspeed_hybrid.generation.requests import SamplingPlan
+from deepspeed_hybrid.generation.state import DecodeState
+from deepspeed_hybrid.generation.step import decode_step
+
+SMALL_SLOT_BUCKETS = (1, 2, 4, 8)
+SLOT_STEP, LENGTH_STEP = 8, 64
+
+
+def slot_bucket(rows: int) -> int:
+    """Lanes a step runs for ``rows`` rows: 1, 2, 4, 8, then multiples of 8."""
+    return next((bucket for bucket in SMALL_SLOT_BUCKETS if bucket >= rows), -(-rows // SLOT_STEP) * SLOT_STEP)
+
+
+def length_bucket(tokens: int) -> int:
+    """Cache positions a step reads for sequences of up to ``tokens``: a multiple of 64."""
+    return -(-tokens // LENGTH_STEP) * LENGTH_STEP
+
+
+class Arena:
+    """Cache, state and captured steps. It grows when a call needs more, and then captures anew; it never shrinks.
+
+    Args:
+        model: the model's forward.
+        device: where the model is.
+        state_dtype: of the recurrent state.
+        graphs: the runner for captured steps, or None to step eagerly.
+        choose: the ``decode_step`` op, or its torch reference.
+    """
+
+    def __init__(
+        self,
+        model: ModelCall,
+        device: torch.device,
+        state_dtype: torch.dtype,
+        graphs: GraphRunner | None,
+        choose: Callable,
+    ):
+        self.model, self.device, self.state_dtype = model, device, state_dtype
+        self.graphs, self.choose = graphs, choose
+        self.lanes = self.kv_length = 0
+        self.cache: SlotCache | None = None
+        self.state: DecodeState | None = None
+
+    def reserve(self, rows: int, tokens: int) -> None:
+        """Make room for ``rows`` rows of up to ``tokens`` tokens each, and set the buckets of the coming steps."""
+        self.lanes, self.kv_length = slot_bucket(rows), length_bucket(tokens)
+        if self.cache is None or self.cache.slots < self.lanes or self.cache.capacity < self.kv_length:
+            slots = max(self.lanes, self.cache.slots if self.cache else 0)
+            capacity = max(self.kv_length, self.cache.capacity if self.cache else 0)
+            self.release()
+            self.cache = SlotCache(layer_kinds(self.model.model), slots, capacity, self.state_dtype)
+            self.state = DecodeState.empty(slots, capacity, self.device)
+
+    def begin(self, plan: SamplingPlan) -> Callable[[], None]:
+        """Park every row and take over the call's options; return one decode step over the reserved lanes."""
+        kind = plan.kind
+        self.state.park()
+        self.state.set_stop_ids(plan.stop_ids)
+        if kind.penalised:
+            self.state.track_seen(self.model.vocab_size)
+        lanes, kv_length = self.state.lanes(self.lanes), self.kv_length
+
+        def run() -> None:
+            decode_step(self.model, self.cache, lanes, kind, kv_length, self.choose)
+
+        if self.graphs is None or plan.max_new_tokens == 1:
+            return run
+        key = (self.lanes, kv_length, kind, self.state.stop_ids.numel())
+        return self.graphs.prepare(key, run, self.parked)
+
+    @contextmanager
+    def parked(self) -> Iterator[None]:
+        """No row is active inside: keys go to the scratch slot and everything else keeps its bits."""
+        active = self.state.active.clone()
+        self.state.active.fill_(False)
+        try:
+            yield
+        finally:
+            self.state.active.copy_(active)
+
+    def release(self) -> None:
+        """Give the cache, the state and the graphs back."""
+        if self.graphs is not None:
+            self.graphs.release()
+        self.cache = self.state = None
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        kinds = {"kv_keys": 0, "kv_values": 0, "gdn_conv": 0, "gdn_state": 0, "decode_state": 0}
+        if self.cache is not None:
+            kinds.update(self.cache.bytes_by_kind(), decode_state=self.state.bytes())
+        return kinds

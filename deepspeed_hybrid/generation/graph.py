@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Capture a step once, replay it for ever after. Nothing here knows of models or tokens."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+WARMUPS = 2
+
+
+class GraphRunner:
+    """An LRU of captured graphs over static buffers.
+
+    Args:
+        max_graphs: how many to keep. The least recently used is dropped, and its memory returns to the shared pool.
+    """
+
+    def __init__(self, max_graphs: int):
+        self.max_graphs = max_graphs
+        self.captures = 0
+        self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
+        self._pool = None
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def prepare(
+        self, key: Hashable, step: Callable[[], None], harmless: Callable[[], AbstractContextManager]
+    ) -> Callable[[], None]:
+        """A callable that replays ``step``; it is captured first if ``key`` is new.
+
+        Args:
+            key: must differ whenever the step would launch other kernels or touch other buffers.
+            step: reads and writes static buffers only.
+            harmless: a context in which running ``step`` changes no live state; the warm-ups run inside it.
+        """
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._capture(step, harmless)
+            self._graphs[key] = graph
+            while len(self._graphs) > self.max_graphs:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(key)
+        accelerator = get_accelerator()
+        return lambda: accelerator.replay_graph(graph)
+
+    def release(self) -> None:
+        """Drop every graph and the pool."""
+        self._graphs.clear()
+        self._pool = None
+
+    def _capture(
+        self, step: Callable[[], None], harmless: Callable[[], AbstractContextManager]
+    ) -> torch.cuda.CUDAGraph:
+        accelerator = get_accelerator()
+        stream = accelerator.Stream()
+        stream.wait_stream(accelerator.current_stream())
+        with accelerator.stream(stream), harmless():
+            for _ in range(WARMUPS):
+                step()
+        accelerator.current_stream().wait_stream(stream)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = accelerator.create_graph()
+        with accelerator.capture_to_graph(graph, pool=self._pool):
+            step()
+        self.captures += 1
+        return graph

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""The host's side: admit rows, replay steps, look at the stop flags, hand out finished rows."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from deepspeed_hybrid.generation.arena import Arena
+from deepspeed_hybrid.generation.prefill import prefill
+from deepspeed_hybrid.generation.requests import Prompts, SamplingPlan
+from deepspeed_hybrid.generation.scheduler import SlotScheduler
+from deepspeed_hybrid.generation.state import DecodeState
+from deepspeed_hybrid.generation.step import advance
+from deepspeed_hybrid.generation.transfer import upload
+
+
+@dataclass
+class Answers:
+    """What the rows produced: tokens [R, C] int64, logprobs [R, C] fp32, lengths [R] int64, finish [R] uint8."""
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    lengths: torch.Tensor
+    finish: torch.Tensor
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, device: torch.device) -> "Answers":
+        return cls(
+            tokens=torch.zeros(rows, columns, dtype=torch.int64, device=device),
+            logprobs=torch.zeros(rows, columns, dtype=torch.float32, device=device),
+            lengths=torch.zeros(rows, dtype=torch.int64, device=device),
+            finish=torch.zeros(rows, dtype=torch.uint8, device=device),
+        )
+
+    def take(self, state: DecodeState, slots: list[int], rows: list[int]) -> None:
+        """Copy finished slots' answers, in stream order and without waiting for them."""
+        source = upload(slots, self.tokens.device)
+        target = upload(rows, self.tokens.device)
+        columns = self.tokens.shape[1]
+        self.tokens.index_copy_(0, target, state.tokens[:, :columns].index_select(0, source))
+        self.logprobs.index_copy_(0, target, state.logprobs[:, :columns].index_select(0, source))
+        self.lengths.index_copy_(0, target, state.length.index_select(0, source))
+        self.finish.index_copy_(0, target, state.finish.index_select(0, source))
+
+
+@dataclass
+class LoopStats:
+    """Counts of one run; stage times in ms only where stages are timed."""
+
+    slots: int = 0
+    prefill_forwards: int = 0
+    decode_forwards: int = 0
+    admissions: int = 0
+    refills: int = 0
+    lane_steps: int = 0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    occupied: list[int] = field(default_factory=list)
+
+
+def run_rows(
+    arena: Arena,
+    prompts: Prompts,
+    plan: SamplingPlan,
+    step: Callable[[], None],
+    slots: int,
+    answers: Answers,
+    stats: LoopStats,
+    poll_every: int,
+    shared_prefill: bool,
+    timed: bool,
+) -> Iterator[list[int]]:
+    """Generate every row (prompt-major, ``plan.samples`` a prompt); yield rows as they finish, in lists.
+
+    Args:
+        arena: cache and state; a step runs ``arena.lanes`` lanes.
+        step: one decode step over those lanes, eager or a replay.
+        slots: most rows in flight, at most ``arena.lanes``.
+        answers: filled in.
+        stats: filled in.
+        poll_every: steps between two looks at the stop flags, on a device that runs ahead of the host.
+        shared_prefill: prefill a prompt once for the samples that start together.
+        timed: synchronize around the stages and fill in their times.
+    """
+    state = arena.state
+    clock = StageClock(timed)
+    scheduler = SlotScheduler(len(prompts.lengths) * plan.samples, slots)
+    flags = StopFlags(state)
+    stats.slots = slots
+    steps_left = 0
+    while scheduler.busy:
+        placed = scheduler.admit()
+        if placed:
+            with clock.stage(stats, "prefill_ms"):
+                before = arena.model.forwards
+                _admit(arena, prompts, plan, placed, shared_prefill)
+                stats.prefill_forwards += arena.model.forwards - before
+            stats.refills += len(placed) if stats.admissions else 0
+            stats.admissions += len(placed)
+            steps_left = plan.max_new_tokens - 1
+        burst = min(poll_every if flags.asynchronous else 1, steps_left)
+        with clock.stage(stats, "decode_ms"):
+            for _ in range(burst):
+                step()
+        steps_left -= burst
+        stats.decode_forwards += burst
+        stats.lane_steps += burst * arena.lanes
+        stats.occupied.append(scheduler.running)
+        flags.record(scheduler.occupants)
+        finished = flags.finished(scheduler.occupants, wait_for_all=steps_left == 0)
+        if finished:
+            rows = [scheduler.retire(slot) for slot in finished]
+            answers.take(state, finished, rows)
+            yield rows
+
+
+def _admit(
+    arena: Arena, prompts: Prompts, plan: SamplingPlan, placed: list[tuple[int, int]], shared_prefill: bool
+) -> None:
+    """Prefill the new rows, fork shared prompts, choose every row's first token."""
+    slots = [slot for slot, _ in placed]
+    requests = [row // plan.samples for _, row in placed]
+    samples = [row % plan.samples for _, row in placed]
+    owners = _owners(requests) if shared_prefill else list(range(len(placed)))
+    first = sorted(set(owners))
+    device = prompts.ids.device
+
+    owner_requests = upload([requests[index] for index in first], device)
+    logits = prefill(
+        arena.model,
+        arena.cache,
+        prompts.ids.index_select(0, owner_requests),
+        [prompts.lengths[requests[index]] for index in first],
+        [slots[index] for index in first],
+    )
+    copies = [index for index in range(len(placed)) if owners[index] != index]
+    if copies:
+        arena.cache.fork(
+            torch.tensor([slots[owners[index]] for index in copies], device=device),
+            upload([slots[index] for index in copies], device),
+        )
+        place = {owner: index for index, owner in enumerate(first)}
+        logits = logits.index_select(0, upload([place[owner] for owner in owners], device))
+
+    rows = DecodeState.starting(
+        requests, samples, [prompts.lengths[request] for request in requests], plan, plan.max_new_tokens, device
+    )
+    if plan.kind.penalised:
+        rows.seen = seen_tokens(prompts, requests, logits.shape[1])
+    advance(rows, logits, plan.kind, arena.choose)
+    arena.state.store(upload(slots, device), rows)
+
+
+def _owners(requests: list[int]) -> list[int]:
+    """For each row the index of the first row with the same prompt."""
+    return [requests.index(request) for request in requests]
+
+
+def seen_tokens(prompts: Prompts, requests: list[int], vocab_size: int) -> torch.Tensor:
+    """[len(requests), vocab_size] bool: the tokens of each row's prompt, padding left out."""
+    device = prompts.ids.device
+    ids = prompts.ids.index_select(0, upload(requests, device))
+    lengths = upload([prompts.lengths[request] for request in requests], device)
+    real = torch.arange(ids.shape[1], device=device)[None, :] >= ids.shape[1] - lengths[:, None]
+    counts = torch.zeros(len(requests), vocab_size, dtype=torch.int32, device=device)
+    return counts.scatter_add_(1, ids, real.int()) > 0
+
+
+class StopFlags:
+    """Which rows have ended, read without stopping the device.
+
+    A copy of the flags is queued behind the steps; the host waits for the copy before the last one, so that at least
+    one burst of steps is always queued while it looks. A copy also holds who was in each slot when it was queued: an
+    old copy says nothing of a row that was admitted since.
+    """
+
+    def __init__(self, state: DecodeState):
+        self.state = state
+        self.asynchronous = state.active.device.type != "cpu"
+        self._queued: deque[tuple[torch.Tensor, object, list[int | None]]] = deque()
+
+    def record(self, occupants: list[int | None]) -> None:
+        flags = self.state.active[: len(occupants)]
+        event = None
+        if self.asynchronous:
+            pinned = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+            flags = pinned.copy_(flags, non_blocking=True)
+            event = get_accelerator().Event()
+            event.record()
+        self._queued.append((flags, event, list(occupants)))
+
+    def finished(self, occupants: list[int | None], wait_for_all: bool) -> list[int]:
+        """Slots whose present row is known to have ended."""
+        ended: set[int] = set()
+        while len(self._queued) > (1 if self.asynchronous and not wait_for_all else 0):
+            flags, event, then = self._queued.popleft()
+            if event is not None:
+                event.synchronize()
+            ended.update(
+                slot
+                for slot, active in enumerate(flags.tolist())
+                if not active and then[slot] is not None and then[slot] == occupants[slot]
+            )
+        return sorted(ended)
+
+
+class StageClock:
+    """Times of stages, in ms; a no-op unless ``timed``."""
+
+    def __init__(self, timed: bool):
+        self.timed = timed
+
+    def stage(self, stats: LoopStats, name: str) -> "_Stage":
+        return _Stage(self.timed, stats, name)
+
+
+class _Stage:
+    def __init__(self, timed: bool, stats: LoopStats, name: str):
+        self.timed, self.stats, self.name = timed, stats, name
+
+    def __enter__(self) -> None:
+        if self.timed:
+            get_accelerator().synchronize()
+            self.start = time.perf_counter()
+
+    def __exit__(self, *exception) -> None:
+        if self.timed:
+            get_accelerator().synchronize()
+            spent = (time.perf_counter() - self.start) * 1000
+            setattr(self.stats, self.name, getattr(self.stats, self.name) + spent)

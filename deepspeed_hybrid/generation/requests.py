@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""From a request to rows: everything is checked here, before any state changes."""
+
+from dataclasses import dataclass
+
+import torch
+
+from deepspeed_hybrid.config import is_integer
+from deepspeed_hybrid.generation.batch import LOGPROB_MODES, SamplingConfig
+from deepspeed_hybrid.generation.sampling import SamplingKind
+
+# A smaller one divides logits out of fp32's range; DeepSpeed has the same floor.
+LOWEST_TEMPERATURE = 1e-8
+
+# generation_config fields that change which tokens come out. temperature, top_k, top_p and min_p are SamplingConfig's
+# business; what is listed here would be dropped in silence, so it is refused by name.
+UNSUPPORTED_PROCESSORS = {
+    "bad_words_ids": (),
+    "begin_suppress_tokens": (),
+    "constraints": (),
+    "diversity_penalty": (0.0,),
+    "dola_layers": (),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1.0,),
+    "exponential_decay_length_penalty": (),
+    "force_words_ids": (),
+    "forced_bos_token_id": (),
+    "forced_decoder_ids": (),
+    "forced_eos_token_id": (),
+    "guidance_scale": (1.0,),
+    "max_time": (),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beam_groups": (1,),
+    "num_beams": (1,),
+    "penalty_alpha": (0.0,),
+    "remove_invalid_values": (False,),
+    "renormalize_logits": (False,),
+    "sequence_bias": (),
+    "stop_strings": (),
+    "suppress_tokens": (),
+    "token_healing": (False,),
+    "top_h": (),
+    "typical_p": (1.0,),
+    "watermarking_config": (),
+}
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Checked prompts on the model's device: ids [B, T] int64 left-padded with 0, and the real lengths."""
+
+    ids: torch.Tensor
+    lengths: list[int]
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """Checked sampling options, with the generation_config's share filled in."""
+
+    kind: SamplingKind
+    max_new_tokens: int
+    samples: int
+    seed: int | None  # None: to be drawn
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    penalty: float
+    stop_ids: tuple[int, ...]
+
+
+def check_prompts(prompt_ids: torch.Tensor, mask: torch.Tensor, vocab_size: int, device: torch.device) -> Prompts:
+    """Validate left-padded prompts.
+
+    Raises:
+        ValueError: no prompt or no token, a row that is all padding, a mask that is not 0/1, has holes or pads on the
+            right, ids that are no integers or outside the vocabulary.
+    """
+    if prompt_ids.dim() != 2 or mask.shape != prompt_ids.shape:
+        raise ValueError(
+            f"prompt_ids and prompt_attention_mask must both be [B, T]; got {tuple(prompt_ids.shape)} "
+            f"and {tuple(mask.shape)}"
+        )
+    if prompt_ids.numel() == 0:
+        raise ValueError(f"prompt_ids must hold at least one row and one token; got shape {tuple(prompt_ids.shape)}")
+    if prompt_ids.is_floating_point() or prompt_ids.is_complex() or prompt_ids.dtype == torch.bool:
+        raise ValueError(f"prompt_ids must have an integer dtype; got {prompt_ids.dtype}")
+
+    real = mask != 0
+    ids = prompt_ids.long().masked_fill(~real, 0)
+    lengths = real.sum(dim=1)
+    falls = (real[:, :-1] & ~real[:, 1:]).any(dim=1)
+    rises = (~real[:, :-1] & real[:, 1:]).sum(dim=1) + real[:, 0].long() > 1
+    odd = (real & (mask != 1)).any(dim=1)
+    outside = ((ids < 0) | (ids >= vocab_size)).any(dim=1)
+    facts = torch.stack([lengths, falls.long(), rises.long(), odd.long(), outside.long()]).tolist()
+    for row, (length, fall, rise, other, out) in enumerate(zip(*facts, strict=True)):
+        if other:
+            raise ValueError(f"prompt_attention_mask row {row} must hold only 0 and 1; got {mask[row].tolist()}")
+        if length == 0:
+            raise ValueError(f"prompt_attention_mask row {row} is all padding; every prompt needs a token")
+        if fall:
+            raise ValueError(
+                f"prompt_attention_mask row {row} {'has holes' if rise else 'pads on the right'}; "
+                "prompts must be left-padded: zeros, then ones"
+            )
+        if out:
+            strangers = [token for token in ids[row].tolist() if not 0 <= token < vocab_size]
+            raise ValueError(f"prompt_ids row {row} has ids outside the vocabulary [0, {vocab_size}): {strangers}")
+    return Prompts(ids=ids.to(device), lengths=facts[0])
+
+
+def check_sampling(sampling, vocab_size: int, generation_config, tokenizer) -> SamplingPlan:
+    """Validate a SamplingConfig (ours or DeepSpeed's) and merge the generation_config's penalty and stop ids.
+
+    Raises:
+        ValueError: names the argument, what arrived and what is accepted; also for a generation_config that sets a
+            processor that would otherwise be dropped.
+    """
+    defaults = SamplingConfig(max_new_tokens=1)
+    if not hasattr(sampling, "max_new_tokens"):
+        raise ValueError(f"sampling must be a SamplingConfig, with max_new_tokens; got {type(sampling).__name__}")
+    options = {name: getattr(sampling, name, default) for name, default in vars(defaults).items()}
+    _check_options(options, vocab_size)
+    refuse_processors(generation_config)
+
+    penalty = options["repetition_penalty"]
+    if penalty is None:
+        penalty = getattr(generation_config, "repetition_penalty", None)
+        penalty = 1.0 if penalty is None else penalty
+        _require("generation_config.repetition_penalty", penalty, _is_positive(penalty), "a positive number")
+    sampled = options["temperature"] > 0
+    top_k = options["top_k"] if 0 < options["top_k"] < vocab_size else 0
+    return SamplingPlan(
+        kind=SamplingKind(
+            sampled=sampled,
+            truncated=sampled and (top_k > 0 or options["top_p"] < 1 or options["min_p"] > 0),
+            penalised=penalty != 1.0,
+            raw_logprobs=options["logprobs_mode"] == "raw",
+        ),
+        max_new_tokens=options["max_new_tokens"],
+        samples=options["n_samples_per_prompt"],
+        seed=options["seed"],
+        temperature=max(float(options["temperature"]), LOWEST_TEMPERATURE) if sampled else 0.0,
+        top_k=top_k,
+        top_p=float(options["top_p"]),
+        min_p=float(options["min_p"]),
+        penalty=float(penalty),
+        stop_ids=stop_ids(tokenizer, generation_config, options["stop_token_ids"]),
+    )
+
+
+def _check_options(options: dict, vocab_size: int) -> None:
+    def require(name: str, accepted: bool, what: str) -> None:
+        _require(name, options[name], accepted, what)
+
+    def number(name: str) -> bool:
+        return isinstance(options[name], (int, float)) and not isinstance(options[name], bool)
+
+    require("max_new_tokens", is_integer(options["max_new_tokens"], 1), "an integer of at least 1")
+    require("n_samples_per_prompt", is_integer(options["n_samples_per_prompt"], 1), "an integer of at least 1")
+    require(
+        "temperature",
+        number("temperature") and 0 <= options["temperature"] < float("inf"),
+        "a finite number of at least 0 (0 is greedy)",
+    )
+    require("top_p", number("top_p") and 0 < options["top_p"] <= 1, "a number in (0, 1]")
+    require("min_p", number("min_p") and 0 <= options["min_p"] <= 1, "a number in [0, 1]")
+    require(
+        "top_k",
+        isinstance(options["top_k"], int) and not isinstance(options["top_k"], bool),
+        "an integer (0 or less: off)",
+    )
+    penalty = options["repetition_penalty"]
+    require("repetition_penalty", penalty is None or _is_positive(penalty), "None or a positive number")
+    seed = options["seed"]
+    require("seed", seed is None or (isinstance(seed, int) and -(2**63) <= seed < 2**63), "None or a 64-bit integer")
+    require("logprobs_mode", options["logprobs_mode"] in LOGPROB_MODES, f"one of {LOGPROB_MODES}")
+    slots = options["continuous_batch_size"]
+    require("continuous_batch_size", slots is None or is_integer(slots, 1), "None or an integer of at least 1")
+    stops = options["stop_token_ids"]
+    require(
+        "stop_token_ids",
+        stops is None
+        or (isinstance(stops, (list, tuple)) and all(is_integer(stop, 0) and stop < vocab_size for stop in stops)),
+        f"None or a list of ids in [0, {vocab_size})",
+    )
+
+
+def _require(name: str, value: object, accepted: bool, what: str) -> None:
+    if not accepted:
+        raise ValueError(f"{name} must be {what}; got {value!r}")
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def refuse_processors(generation_config) -> None:
+    """Raise ValueError naming a set field of ``generation_config`` that generation here would not honour."""
+    for name, neutral in UNSUPPORTED_PROCESSORS.items():
+        value = getattr(generation_config, name, None)
+        if value is not None and value not in neutral:
+            raise ValueError(
+                f"generation_config.{name}={value!r} is not supported; unset it on the model "
+                "(temperature, top_k, top_p and min_p there are overruled by SamplingConfig)"
+            )
+
+
+def stop_ids(tokenizer, generation_config, extra: list[int] | None) -> tuple[int, ...]:
+    """The tokenizer's, the generation_config's and the call's own ids, sorted."""
+    ids: set[int] = set()
+    for source in (getattr(tokenizer, "eos_token_id", None), getattr(generation_config, "eos_token_id", None), extra):
+        if source is not None:
+            ids.update([source] if isinstance(source, int) else source)
+    return tuple(sorted(ids))
+
+
+def pad_id(tokenizer) -> int:
+    """The id written after a row's end: the tokenizer's pad id, else its (first) EOS id.
+
+    Raises:
+        ValueError: the tokenizer defines neither.
+    """
+    pad = getattr(tokenizer, "pad_token_id", None)
+    if pad is not None:
+        return pad
+    eos = getattr(tokenizer, "eos_token_id", None)
+    if eos is None or (not isinstance(eos, int) and not eos):
+        raise ValueError("tokenizer must define pad_token_id or eos_token_id")
+    return eos if isinstance(eos, int) else eos[0]
+
+
+def check_positions(lengths: list[int], max_new_tokens: int, max_positions: int | None) -> None:
+    """Raise ValueError where a row's real tokens and its answer do not fit the model's positions."""
+    needed = max(lengths) + max_new_tokens
+    if max_positions is not None and needed > max_positions:
+        raise ValueError(
+            f"prompt_ids of {max(lengths)} tokens plus max_new_tokens={max_new_tokens} need {needed} "
+            f"positions; the model has {max_positions}"
+        )
+
+
+def fresh_seed() -> int:
+    """A 63-bit seed from torch's default generator, so that torch.manual_seed reproduces a whole run."""
+    return int(torch.randint(2**63 - 1, (), dtype=torch.int64))

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Everything about the rows in flight that is not in the cache: one tensor a fact, one row a slot."""
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from deepspeed_hybrid.generation.requests import SamplingPlan
+from deepspeed_hybrid.generation.transfer import upload
+from deepspeed_hybrid.ops.decode_step import RUNNING
+
+STOP_ID_BUCKET = 8
+
+
+@dataclass
+class DecodeState:
+    """Buffers of fixed address; a decode step reads and writes the first B rows. S slots, C columns."""
+
+    token: torch.Tensor  # [S] int64, the last token chosen: the next input
+    position: torch.Tensor  # [S] int64, its position in the sequence, and where its key will be written
+    length: torch.Tensor  # [S] int64, tokens answered so far
+    limit: torch.Tensor  # [S] int64, most tokens of an answer
+    active: torch.Tensor  # [S] bool
+    finish: torch.Tensor  # [S] uint8: RUNNING, STOPPED or LENGTH
+    seed: torch.Tensor  # [S] int64; with request, sample and position the key of the noise
+    request: torch.Tensor  # [S] int64
+    sample: torch.Tensor  # [S] int64
+    temperature: torch.Tensor  # [S] fp32
+    top_k: torch.Tensor  # [S] int64, 0 for all
+    top_p_tail: torch.Tensor  # [S] fp32, 1 - top_p
+    min_p: torch.Tensor  # [S] fp32
+    penalty: torch.Tensor  # [S] fp32
+    tokens: torch.Tensor  # [S, C] int64, the answers
+    logprobs: torch.Tensor  # [S, C] fp32
+    stop_ids: torch.Tensor  # [N] int64 for all rows, padded with -1
+    seen: torch.Tensor | None = None  # [S, V] bool, where a repetition penalty is asked for
+
+    @classmethod
+    def empty(cls, slots: int, columns: int, device: torch.device) -> "DecodeState":
+        """All rows parked."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            token=zeros(slots),
+            position=zeros(slots),
+            length=zeros(slots),
+            limit=zeros(slots),
+            active=zeros(slots, dtype=torch.bool),
+            finish=zeros(slots, dtype=torch.uint8),
+            seed=zeros(slots),
+            request=zeros(slots),
+            sample=zeros(slots),
+            temperature=zeros(slots, dtype=torch.float32).fill_(1),
+            top_k=zeros(slots),
+            top_p_tail=zeros(slots, dtype=torch.float32),
+            min_p=zeros(slots, dtype=torch.float32),
+            penalty=zeros(slots, dtype=torch.float32).fill_(1),
+            tokens=zeros(slots, columns),
+            logprobs=zeros(slots, columns, dtype=torch.float32),
+            stop_ids=zeros(STOP_ID_BUCKET).fill_(-1),
+        )
+
+    @classmethod
+    def starting(
+        cls,
+        requests: list[int],
+        samples: list[int],
+        lengths: list[int],
+        plan: SamplingPlan,
+        columns: int,
+        device: torch.device,
+    ) -> "DecodeState":
+        """Rows just prefilled: the position is the last prompt token's, and no token is chosen yet."""
+        state = cls.empty(len(requests), columns, device)
+        state.position.copy_(upload(lengths, device) - 1)
+        state.request.copy_(upload(requests, device))
+        state.sample.copy_(upload(samples, device))
+        state.active.fill_(True)
+        state.limit.fill_(plan.max_new_tokens)
+        state.seed.fill_(plan.seed)
+        state.temperature.fill_(plan.temperature or 1.0)
+        state.top_k.fill_(plan.top_k)
+        state.top_p_tail.fill_(1 - plan.top_p)
+        state.min_p.fill_(plan.min_p)
+        state.penalty.fill_(plan.penalty)
+        state.set_stop_ids(plan.stop_ids)
+        return state
+
+    def set_stop_ids(self, ids: tuple[int, ...]) -> None:
+        """Replace the stop ids, in place where they fit the buffer."""
+        room = max(self.stop_ids.numel(), -(-len(ids) // STOP_ID_BUCKET) * STOP_ID_BUCKET)
+        if room != self.stop_ids.numel():
+            self.stop_ids = self.stop_ids.new_empty(room)
+        self.stop_ids.copy_(upload([*ids, *[-1] * (room - len(ids))], self.stop_ids.device))
+
+    def track_seen(self, vocab_size: int) -> None:
+        """Have the ``seen`` buffer from now on."""
+        if self.seen is None:
+            self.seen = torch.zeros(self.token.numel(), vocab_size, dtype=torch.bool, device=self.token.device)
+
+    def lanes(self, count: int) -> "DecodeState":
+        """The first ``count`` rows, as views."""
+        return DecodeState(
+            **{name: value if name == "stop_ids" or value is None else value[:count] for name, value in self._items()}
+        )
+
+    def store(self, slots: torch.Tensor, rows: "DecodeState") -> None:
+        """Copy ``rows`` (as many as ``slots``, [N] int64) into their slots."""
+        for name, value in rows._items():
+            if name == "stop_ids" or value is None:
+                continue
+            target = getattr(self, name)
+            if value.dim() == 2:
+                target = target[:, : value.shape[1]]
+            target.index_copy_(0, slots, value)
+
+    def park(self) -> None:
+        """No row is in flight."""
+        self.active.fill_(False)
+        self.finish.fill_(RUNNING)
+
+    def bytes(self) -> int:
+        return sum(value.numel() * value.element_size() for _, value in self._items() if value is not None)
+
+    def _items(self) -> list[tuple[str, torch.Tensor | None]]:
+        return [(field.name, getattr(self, field.name)) for field in fields(self)]

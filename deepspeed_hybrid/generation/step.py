@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""One decode step: forward, choice, logprob and every buffer update. It runs eagerly anywhere, and in a graph."""
+
+from collections.abc import Callable
+
+import torch
+
+from deepspeed_hybrid.cache.layers import StepPlan
+from deepspeed_hybrid.cache.slot_cache import SlotCache
+from deepspeed_hybrid.compat import ModelCall
+from deepspeed_hybrid.generation.sampling import SamplingKind, penalise_repetition, truncate
+from deepspeed_hybrid.generation.state import DecodeState
+
+
+def decode_step(
+    model: ModelCall, cache: SlotCache, state: DecodeState, kind: SamplingKind, kv_length: int, choose: Callable
+) -> None:
+    """Feed every lane's last token and choose its next one, in place and without a host sync.
+
+    Args:
+        model: the model's forward.
+        cache: holds the lanes' slots 0..B-1.
+        state: B rows.
+        kind: what to compute.
+        kv_length: cache positions attention reads; no active row may stand beyond it.
+        choose: the ``decode_step`` op, or its torch reference.
+    """
+    lanes = state.token.numel()
+    slots = torch.arange(lanes, device=state.token.device)
+    position, parked = state.position[:, None], ~state.active
+    plan = StepPlan(
+        lanes=lanes,
+        slots=None,
+        kv_length=kv_length,
+        parked=parked,
+        write_slots=slots.masked_fill(parked, cache.scratch),
+        write_positions=position,
+    )
+    mask = torch.arange(kv_length, device=position.device)[None, None, None, :] <= position[:, :, None, None]
+    with cache.planned(plan):
+        logits = model.logits(state.token[:, None], position, mask, cache)
+    advance(state, logits, kind, choose)
+
+
+def advance(state: DecodeState, logits: torch.Tensor, kind: SamplingKind, choose: Callable) -> None:
+    """Turn logits [B, V] into the next token of every active row, with its logprob and the row's bookkeeping."""
+    scores, temperature = logits, state.temperature
+    if kind.penalised:
+        scores = penalise_repetition(scores, state.seen, state.penalty)
+    if kind.truncated:
+        scores = truncate(scores.float() / temperature[:, None], state.top_k, state.top_p_tail, state.min_p)
+    choose(
+        scores,
+        logits if kind.raw_logprobs else None,
+        None if kind.truncated or not kind.sampled else temperature,
+        state.seed,
+        state.request,
+        state.sample,
+        state.limit,
+        state.stop_ids,
+        state.token,
+        state.position,
+        state.length,
+        state.active,
+        state.finish,
+        state.tokens,
+        state.logprobs,
+        kind.sampled,
+    )
+    if kind.penalised:
+        state.seen.scatter_(1, state.token[:, None], True)
