@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Which path each part of generation takes, decided once, with a reason for everything that is off."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from deepspeed_hybrid.compat import ModelCall, causal_model, gdn_kernels, layer_kinds, text_model
+from deepspeed_hybrid.config import HybridEngineRolloutConfig
+from deepspeed_hybrid.ops.decode_step import decode_step, decode_step_reference
+from deepspeed_hybrid.ops.loader import op_obstacle
+from deepspeed_hybrid.segments.apply import refuse_kernelized
+
+NO_SEGMENTS = "this version has no segment kernels; layers run transformers' own projections"
+
+
+@dataclass
+class Paths:
+    """The decisions for one model and configuration."""
+
+    call: ModelCall
+    device: torch.device
+    graph: bool
+    choose: Callable
+    layers: list[tuple[str, str, str]] = field(default_factory=list)  # layer, kind, path
+    off: dict[str, str] = field(default_factory=dict)  # feature -> why it is off
+
+    @property
+    def notes(self) -> list[str]:
+        return [f"{feature} is off: {reason}" for feature, reason in self.off.items()]
+
+    def reasons(self) -> dict[str, str]:
+        """For the profile: '<feature>_off' -> why."""
+        return {f"{feature}_off": reason for feature, reason in self.off.items()}
+
+    def describe(self) -> str:
+        rows = [("layer", "kind", "path"), *self.layers]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
+        lines.append(f"graph capture: {'on' if self.graph else 'off'}")
+        return "\n".join([*lines, *self.notes])
+
+    def empty_cache(self) -> None:
+        if self.device.type != "cpu":
+            get_accelerator().empty_cache()
+
+
+def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
+    """Check the model and decide.
+
+    Raises:
+        ValueError: the model is not supported.
+        RuntimeError: the configuration asks for a path that cannot run here.
+    """
+    model = causal_model(engine.module)
+    refuse_kernelized(model)
+    device = check_weights(engine, model)
+    call = ModelCall(model)
+    kinds = layer_kinds(model)
+
+    off: dict[str, str] = {}
+    for name in ("align_decode_fronts", "enable_cache_trimming"):
+        if getattr(cfg, name):
+            off[name] = "every row has a slot and positions of its own"
+    graph_obstacle = "there is no CUDA device" if device.type != "cuda" else call.graph_obstacle()
+    graph = _decide("use_graph_capture", cfg.use_graph_capture, graph_obstacle, off)
+    _decide("use_segki", cfg.use_segki, NO_SEGMENTS, off)
+    return Paths(
+        call=call,
+        device=device,
+        graph=graph,
+        choose=_choose(device, cfg, off),
+        layers=_layer_paths(model, kinds, call),
+        off=off,
+    )
+
+
+def check_weights(engine, model: nn.Module) -> torch.device:
+    """The device all parameters are on.
+
+    Raises:
+        ValueError: meta, quantised or scattered weights, or weights partitioned by ZeRO-3.
+    """
+    parameters = dict(model.named_parameters())
+    stage = engine.zero_optimization_stage() if hasattr(engine, "zero_optimization_stage") else 0
+    if stage == 3 or any(hasattr(parameter, "ds_id") for parameter in parameters.values()):
+        raise ValueError("engine partitions its weights (ZeRO stage 3), which is not supported yet; use stage 0 to 2")
+    for name, parameter in parameters.items():
+        if parameter.is_meta:
+            raise ValueError(f"model parameter {name} is on the meta device; load the weights first")
+        if not parameter.is_floating_point() or parameter.element_size() < 2:
+            raise ValueError(f"model parameter {name} is quantised ({parameter.dtype}); accepted are fp32, bf16, fp16")
+    devices = {parameter.device for parameter in parameters.values()}
+    if len(devices) != 1:
+        raise ValueError(f"model must be on one device; its parameters are on {sorted(map(str, devices))}")
+    return devices.pop()
+
+
+def _decide(name: str, asked: bool | None, obstacle: str | None, off: dict[str, str]) -> bool:
+    if asked and obstacle:
+        raise RuntimeError(f"{name}=True cannot be honoured: {obstacle}")
+    if asked is False or obstacle:
+        off[name] = obstacle if asked is None else "it was set to False"
+        return False
+    return True
+
+
+def _choose(device: torch.device, cfg: HybridEngineRolloutConfig, off: dict[str, str]) -> Callable:
+    """The op that ends a step: CUDA where it builds, torch elsewhere."""
+    if device.type != "cuda":
+        return decode_step_reference
+    if cfg.segki_backend not in ("auto", "cuda"):
+        off["decode_step op"] = f"segki_backend is {cfg.segki_backend!r}"
+        return decode_step_reference
+    obstacle = op_obstacle("decode_step")
+    if obstacle is None:
+        return decode_step
+    if cfg.segki_backend == "cuda":
+        raise RuntimeError(f"segki_backend='cuda' cannot be honoured: {obstacle}")
+    off["decode_step op"] = obstacle
+    return decode_step_reference
+
+
+def _layer_paths(model: nn.Module, kinds: list[str], call: ModelCall) -> list[tuple[str, str, str]]:
+    attention = call.config._attn_implementation
+    rows = []
+    for index, (layer, kind) in enumerate(zip(text_model(model).layers, kinds, strict=True)):
+        if kind == "linear_attention":
+            path = f"own forward over slots; scan by {gdn_kernels(layer.linear_attn).source}"
+        else:
+            path = f"transformers forward ({attention}) over KV slots"
+        rows.append((str(index), kind, path))
+    return rows

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""The rollout engine: generation between optimizer steps, on the weights that train."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from deepspeed.runtime.rollout.base import RolloutEngine, RolloutRequest
+from deepspeed.runtime.rollout.base import SamplingConfig as BaseSamplingConfig
+from deepspeed.utils import logger
+
+from deepspeed_hybrid.compat import bind_torch_gdn_without_gpu, dense_mask_attention
+from deepspeed_hybrid.config import HybridEngineRolloutConfig
+from deepspeed_hybrid.generation.arena import Arena
+from deepspeed_hybrid.generation.assemble import assemble, finished_row
+from deepspeed_hybrid.generation.batch import FinishedRow, RolloutBatch
+from deepspeed_hybrid.generation.graph import GraphRunner
+from deepspeed_hybrid.generation.loop import Answers, LoopStats, run_rows
+from deepspeed_hybrid.generation.requests import (
+    Prompts,
+    SamplingPlan,
+    check_positions,
+    check_prompts,
+    check_sampling,
+    fresh_seed,
+    pad_id,
+)
+from deepspeed_hybrid.paths import Paths, resolve_paths
+from deepspeed_hybrid.profile import continuous_stats, profile
+from deepspeed_hybrid.segments.apply import bound
+from deepspeed_hybrid.segments.gdn import gdn_bindings
+from deepspeed_hybrid.segments.weights import WeightSyncReport
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One checked call."""
+
+    request: RolloutRequest
+    prompts: Prompts
+    plan: SamplingPlan
+    rows: int
+    slots: int
+    continuous_slots: int | None
+    answers: Answers
+    stats: LoopStats
+
+
+class HybridEngineRollout(RolloutEngine):
+    """Generate with the model inside a DeepSpeed engine, between its optimizer steps.
+
+    Args:
+        engine: a DeepSpeed engine, or anything whose ``module`` is a Hugging Face causal language model.
+        tokenizer: needs ``pad_token_id`` or ``eos_token_id`` (an int or a list).
+        cfg: a :class:`HybridEngineRolloutConfig`, one of DeepSpeed's configs, or None.
+
+    Raises:
+        ValueError: the model, or a field of ``cfg``, is not supported; the message names it.
+        RuntimeError: a path that ``cfg`` asks for cannot run here.
+    """
+
+    name = "deepspeed_hybrid"
+
+    def __init__(self, engine, tokenizer, cfg=None):
+        bind_torch_gdn_without_gpu()
+        self.engine, self.tokenizer = engine, tokenizer
+        self.cfg = HybridEngineRolloutConfig.from_object(cfg)
+        self._paths: Paths = resolve_paths(engine, self.cfg)
+        self._graphs = GraphRunner(self.cfg.max_graphs) if self._paths.graph else None
+        self._arena = Arena(
+            self._paths.call, self._paths.device, self.cfg.state_dtype, self._graphs, self._paths.choose
+        )
+        self._weights_seen = self._weight_addresses()
+        self._last_profile: dict | None = None
+        self._last_continuous_stats: dict | None = None
+        self._run = 0  # counts calls, so that an iterator left open knows when its slots were taken
+        self._closed = False
+        for line in self._paths.notes:
+            logger.info(f"deepspeed_hybrid: {line}")
+
+    # ------------------------------------------------------------------------------------------------- generation
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def generate(self, request: RolloutRequest, sampling: BaseSamplingConfig) -> RolloutBatch:
+        """Answer every prompt ``n_samples_per_prompt`` times.
+
+        Args:
+            request: left-padded prompts, [B, T_p].
+            sampling: ours or DeepSpeed's SamplingConfig.
+
+        Returns:
+            A :class:`RolloutBatch` of B * n rows on the request's device.
+
+        Raises:
+            ValueError: bad input, named, before any state has changed.
+            RuntimeError: after ``shutdown()``.
+        """
+        start = time.perf_counter()
+        job = self._prepare(request, sampling)
+        ready = time.perf_counter()
+        for _ in self._rounds(job):
+            pass
+        done = time.perf_counter()
+        batch = assemble(request, job.plan.samples, job.answers, pad_id(self.tokenizer))
+        self._take_figures(job, start, ready, done)
+        return batch
+
+    def generate_iter(self, request: RolloutRequest, sampling: BaseSamplingConfig) -> Iterator[FinishedRow]:
+        """Like :meth:`generate`, but yield every row when it ends. Between rows the model is as it was before.
+
+        Closing the iterator early abandons the rows still running; the next call starts clean.
+        """
+        with torch.inference_mode(False):
+            job = self._prepare(request, sampling)
+        return self._finished_rows(job)
+
+    def _finished_rows(self, job: _Job) -> Iterator[FinishedRow]:
+        for rows in self._rounds(job):
+            for row in rows:
+                with torch.inference_mode(False):
+                    finished = finished_row(job.answers, row, job.request.prompt_ids.device)
+                yield finished
+
+    def _rounds(self, job: _Job) -> Iterator[list[int]]:
+        """Run the job, yielding the rows that have ended. The model is bound only while this generator runs."""
+        self._run += 1
+        run, rounds = self._run, None
+        try:
+            while True:
+                if run != self._run:
+                    raise RuntimeError("generate_iter() was overtaken: another call has used its slots since")
+                with self._generating():
+                    if rounds is None:
+                        self._arena.reserve(job.slots, self._tokens_a_slot(job))
+                        rounds = run_rows(
+                            self._arena,
+                            job.prompts,
+                            job.plan,
+                            self._arena.begin(job.plan),
+                            job.slots,
+                            job.answers,
+                            job.stats,
+                            self.cfg.poll_every,
+                            self.cfg.use_shared_prefill is not False,
+                            self.cfg.enable_profiling,
+                        )
+                    rows = next(rounds, None)
+                if rows is None:
+                    return
+                yield rows
+        except GeneratorExit:
+            raise
+        except BaseException:
+            if run == self._run:
+                self._arena.release()
+            raise
+
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
+        """The model in evaluation mode with our forwards bound; all of it is undone on exit."""
+        model = self._paths.call.model
+        training = {module: module.training for module in model.modules()}
+        with torch.inference_mode(False), torch.no_grad(), bound(gdn_bindings(model)), dense_mask_attention(model):
+            try:
+                for module in training:
+                    module.training = False
+                yield
+            finally:
+                for module, mode in training.items():
+                    module.training = mode
+
+    def _prepare(self, request: RolloutRequest, sampling: BaseSamplingConfig) -> _Job:
+        """Check everything, change nothing."""
+        if self._closed:
+            raise RuntimeError("generate() was called after shutdown()")
+        call = self._paths.call
+        self._drop_graphs_of_moved_weights()
+        prompts = check_prompts(
+            request.prompt_ids, request.prompt_attention_mask, call.config.vocab_size, self._paths.device
+        )
+        plan = check_sampling(
+            sampling, call.config.vocab_size, getattr(call.model, "generation_config", None), self.tokenizer
+        )
+        pad_id(self.tokenizer)
+        check_positions(prompts.lengths, plan.max_new_tokens, getattr(call.config, "max_position_embeddings", None))
+        capacity, needed = self.cfg.continuous_cache_capacity, max(prompts.lengths) + plan.max_new_tokens
+        if capacity is not None and capacity < needed:
+            raise ValueError(
+                f"continuous_cache_capacity={capacity} is too small: the longest prompt and "
+                f"max_new_tokens need {needed}"
+            )
+        rows = len(prompts.lengths) * plan.samples
+        slots = getattr(sampling, "continuous_batch_size", None)
+        if plan.seed is None:
+            plan = replace(plan, seed=fresh_seed())
+        return _Job(
+            request=request,
+            prompts=prompts,
+            plan=plan,
+            rows=rows,
+            slots=min(rows, slots or rows),
+            continuous_slots=slots,
+            answers=Answers.empty(rows, plan.max_new_tokens, self._paths.device),
+            stats=LoopStats(),
+        )
+
+    def _tokens_a_slot(self, job: _Job) -> int:
+        return self.cfg.continuous_cache_capacity or max(job.prompts.lengths) + job.plan.max_new_tokens
+
+    # ---------------------------------------------------------------------------------------------------- weights
+
+    def sync_weights(self, step: int) -> None:
+        """Make generation follow the weights of optimizer step ``step``; the trainer's side of DeepSpeed's API."""
+        self.sync_segki_weights()
+
+    def sync_segki_weights(self) -> WeightSyncReport:
+        """Refresh every derived weight in place. Generation reads the parameters themselves: nothing is copied."""
+        return WeightSyncReport()
+
+    def _drop_graphs_of_moved_weights(self) -> None:
+        """A graph holds addresses. Parameters that were replaced or moved must not be read through it."""
+        addresses = self._weight_addresses()
+        if addresses != self._weights_seen:
+            self._weights_seen = addresses
+            if self._graphs is not None and len(self._graphs):
+                logger.warning("deepspeed_hybrid: parameters were replaced or moved; captured graphs are dropped")
+                self._graphs.release()
+
+    def _weight_addresses(self) -> tuple[int, ...]:
+        model = self._paths.call.model
+        return tuple(tensor.data_ptr() for tensors in (model.parameters(), model.buffers()) for tensor in tensors)
+
+    # ---------------------------------------------------------------------------------------------------- reports
+
+    def describe(self) -> str:
+        """Which path every layer takes, and why, as text."""
+        return self._paths.describe()
+
+    def memory_report(self) -> dict:
+        """Bytes that generation holds, by kind, and ``state_dtype``."""
+        return {**self._arena.bytes_by_kind(), "packed_weights": 0, "state_dtype": self.cfg.state_dtype}
+
+    def get_last_profile(self) -> dict | None:
+        """Times (ms) and rates of the last ``generate()``; None unless ``enable_profiling``."""
+        return self._last_profile
+
+    def get_last_continuous_stats(self) -> dict | None:
+        """Slots, refills, occupancy and rates of the last call with a ``continuous_batch_size``."""
+        return self._last_continuous_stats
+
+    def _take_figures(self, job: _Job, start: float, ready: float, done: float) -> None:
+        end = time.perf_counter()
+        times = {
+            "prompt_expansion_ms": (ready - start) * 1000,
+            "generation_ms": (done - ready) * 1000,
+            "post_processing_ms": (end - done) * 1000,
+            "total_ms": (end - start) * 1000,
+        }
+        lengths = job.answers.lengths.tolist()
+        if job.continuous_slots is not None:
+            peak = max(job.prompts.lengths[row // job.plan.samples] + length for row, length in enumerate(lengths))
+            self._last_continuous_stats = continuous_stats(job.stats, self._arena, lengths, peak, times["total_ms"])
+        if self.cfg.enable_profiling:
+            extra = {"graph_captures": self._graphs.captures if self._graphs else 0, **self._paths.reasons()}
+            self._last_profile = profile(
+                job.stats,
+                lengths,
+                len(job.prompts.lengths),
+                job.plan.samples,
+                job.request.prompt_ids.shape[1],
+                times,
+                job.continuous_slots,
+                extra,
+            )
+
+    # ----------------------------------------------------------------------------------------------------- memory
+
+    def release_memory(self) -> None:
+        """Give cache, state and graphs back to the allocator; the next ``generate()`` makes them anew."""
+        self._run += 1
+        self._arena.release()
+        self._paths.empty_cache()
+
+    def shutdown(self) -> None:
+        """Release everything; a later ``generate()`` is a RuntimeError."""
+        self.release_memory()
+        self._closed = True
+
+    def __enter__(self) -> "HybridEngineRollout":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.shutdown()
