@@ -59,6 +59,10 @@ class SlotKVLayer(StaticLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         plan = self.holder.plan
+        if plan.first:
+            # Masked positions are still multiplied by zero: a NaN that an earlier row left there would spread.
+            for buffer in (self.keys, self.values):
+                buffer.index_fill_(0, plan.slots, 0.0)
         where = (plan.write_slots[:, None], slice(None), plan.write_positions)
         self.keys[where] = key_states.transpose(1, 2)
         self.values[where] = value_states.transpose(1, 2)
