@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""bf16 on the shapes of Qwen3.5-4B: no further from an fp32 oracle than Hugging Face's own bf16 forward."""
+
+import inspect
+
+import pytest
+import torch
+from models import Tokenizer, engine_of
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from deepspeed_hybrid import HybridEngineRollout, HybridEngineRolloutConfig, RolloutRequest, SamplingConfig
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+PROMPT, ANSWER, ROWS = 96, 160, 4
+SHAPES_4B = dict(
+    vocab_size=248320,
+    hidden_size=2560,
+    intermediate_size=9216,
+    num_hidden_layers=32,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    head_dim=256,
+    linear_num_key_heads=16,
+    linear_num_value_heads=32,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    tie_word_embeddings=True,
+    pad_token_id=None,
+    eos_token_id=None,
+    bos_token_id=None,
+    rope_parameters=dict(
+        rope_type="default",
+        rope_theta=1e7,
+        partial_rotary_factor=0.25,
+        mrope_section=[11, 11, 10],
+        mrope_interleaved=True,
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def models():
+    """The same weights in fp32 and bf16; slow decay and larger weights, so that the context matters."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        oracle = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SHAPES_4B)).eval()
+    with torch.no_grad():
+        for name, parameter in oracle.named_parameters():
+            if name.endswith("A_log"):
+                parameter.copy_(torch.empty_like(parameter).uniform_(0.01, 0.5).log())
+            elif parameter.dim() == 2:
+                parameter.mul_(1.5)
+            parameter.copy_(parameter.bfloat16())  # both models hold the same numbers
+    with torch.device("cuda"):
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SHAPES_4B)).to(torch.bfloat16).eval()
+    model.load_state_dict(oracle.state_dict())
+    return oracle, model
+
+
+@pytest.fixture(scope="module")
+def comparison(models):
+    """Logits at every answer position of sampled sequences: oracle, plain bf16 forward, and our captured decode."""
+    oracle, model = models
+    generator = torch.Generator().manual_seed(5)
+    prompt = torch.randint(0, 248000, (ROWS, PROMPT), generator=generator).cuda()
+    rollout = HybridEngineRollout(
+        engine_of(model), Tokenizer(pad=0), HybridEngineRolloutConfig(use_graph_capture=False)
+    )
+    request = RolloutRequest(prompt, torch.ones_like(prompt))
+    batch = rollout.generate(request, SamplingConfig(max_new_tokens=ANSWER, temperature=0.7, seed=1))
+    ours, replayed = forced_logits(rollout, request, batch.input_ids)
+    with torch.no_grad():
+        plain = model(batch.input_ids, logits_to_keep=ANSWER + 1).logits[:, :-1].float()
+        exact = oracle_logits(oracle, batch.input_ids)
+    rollout.shutdown()
+    graphed = HybridEngineRollout(
+        engine_of(model), Tokenizer(pad=0), HybridEngineRolloutConfig(use_graph_capture=True)
+    )
+    again = graphed.generate(request, SamplingConfig(max_new_tokens=ANSWER, temperature=0.7, seed=1))
+    graphed.shutdown()
+    return dict(
+        ids=batch.input_ids[:, PROMPT:],
+        ours=ours,
+        plain=plain,
+        exact=exact,
+        graphed=again.input_ids[:, PROMPT:],
+        replayed=replayed,
+    )
+
+
+@torch.no_grad()
+def forced_logits(rollout, request, sequence) -> tuple[torch.Tensor, torch.Tensor]:
+    """Our path's logits [B, ANSWER, V] fp32 while it is made to say ``sequence``; also what it then recorded."""
+    call, captured, answer = rollout._paths.call, [], sequence[:, PROMPT:]
+    original = call.logits
+
+    def force(*arguments):
+        logits = original(*arguments)
+        captured.append(logits[:ROWS].float())
+        forced = torch.full_like(logits, -1e4)
+        column = answer[:, len(captured) - 1]
+        return forced.scatter_(1, column[:, None], 1e4) if logits.shape[0] == ROWS else logits
+
+    call.logits = force
+    try:
+        batch = rollout.generate(request, SamplingConfig(max_new_tokens=ANSWER, temperature=0.0))
+    finally:
+        call.logits = original
+    return torch.stack(captured, dim=1), batch.input_ids[:, PROMPT:]
+
+
+def oracle_logits(oracle, ids) -> torch.Tensor:
+    """fp32 logits with transformers' torch scans and no TF32."""
+    names = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+    bound = {name: getattr(modeling_qwen3_5, name) for name in names}
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        for name, function in bound.items():
+            setattr(modeling_qwen3_5, name, inspect.unwrap(function))
+        return oracle(ids, logits_to_keep=ANSWER + 1).logits[:, :-1]
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        for name, function in bound.items():
+            setattr(modeling_qwen3_5, name, function)
+
+
+def logprobs(logits, ids) -> torch.Tensor:
+    return logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+
+
+def test_forced_decode_said_the_sequence(comparison):
+    assert torch.equal(comparison["replayed"], comparison["ids"])
+
+
+def test_logprob_error_is_within_plain_bf16s(comparison):
+    exact = logprobs(comparison["exact"], comparison["ids"])
+    ours = (logprobs(comparison["ours"], comparison["ids"]) - exact).abs()
+    plain = (logprobs(comparison["plain"], comparison["ids"]) - exact).abs()
+    print(
+        f"mean abs logprob error: ours {ours.mean():.5f} (max {ours.max():.4f}), "
+        f"plain bf16 {plain.mean():.5f} (max {plain.max():.4f}), ratio {ours.mean() / plain.mean():.4f}"
+    )
+    assert ours.mean() <= 1.05 * plain.mean()
+
+
+def test_greedy_agrees_wherever_the_margin_is_clear(comparison):
+    exact, plain, ours = comparison["exact"], comparison["plain"], comparison["ours"]
+    top = exact.topk(2, dim=-1).values
+    clear = top[..., 0] - top[..., 1] > 2 * (plain - exact).abs().amax(-1)
+    same = ours.argmax(-1) == plain.argmax(-1)
+    print(
+        f"clear margins at {int(clear.sum())} of {clear.numel()} positions; agreement there "
+        f"{same[clear].float().mean():.4f}, everywhere {same.float().mean():.4f}"
+    )
+    assert clear.sum() > 0
+    assert same[clear].all()
+
+
+def test_graph_replays_say_what_eager_steps_say(comparison):
+    assert torch.equal(comparison["graphed"], comparison["ids"])
