@@ -65,6 +65,10 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
     call = ModelCall(model)
     kinds = layer_kinds(model)
 
+    obstacle = backend_obstacle(cfg.segki_backend, device)
+    if obstacle:
+        raise RuntimeError(f"segki_backend={cfg.segki_backend!r} cannot be honoured: {obstacle}")
+
     off: dict[str, str] = {}
     for name in ("align_decode_fronts", "enable_cache_trimming"):
         if getattr(cfg, name):
@@ -106,17 +110,26 @@ def check_weights(engine, model: nn.Module) -> torch.device:
 def _decide(name: str, asked: bool | None, obstacle: str | None, off: dict[str, str]) -> bool:
     if asked and obstacle:
         raise RuntimeError(f"{name}=True cannot be honoured: {obstacle}")
-    if asked is False or obstacle:
-        off[name] = obstacle if asked is None else "it was set to False"
-        return False
-    return True
+    reason = "it was set to False" if asked is False else obstacle
+    if reason:
+        off[name] = reason
+    return reason is None
+
+
+def backend_obstacle(backend: str, device: torch.device) -> str | None:
+    """Why ``segki_backend`` cannot be had on a device, before any op is looked at."""
+    if backend == "triton":
+        return "this version has no Triton kernels"
+    if backend == "cuda" and device.type != "cuda":
+        return "there is no CUDA device"
+    return None
 
 
 def _choose(device: torch.device, cfg: HybridEngineRolloutConfig, off: dict[str, str]) -> Callable:
     """The op that ends a step: CUDA where it builds, torch elsewhere."""
     if device.type != "cuda":
         return decode_step_reference
-    if cfg.segki_backend not in ("auto", "cuda"):
+    if cfg.segki_backend == "torch":
         off["decode_step op"] = f"segki_backend is {cfg.segki_backend!r}"
         return decode_step_reference
     obstacle = op_obstacle("decode_step")

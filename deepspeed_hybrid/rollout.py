@@ -3,6 +3,7 @@
 # DeepSpeed Team
 """The rollout engine: generation between optimizer steps, on the weights that train."""
 
+import functools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +35,12 @@ from deepspeed_hybrid.profile import continuous_stats, profile
 from deepspeed_hybrid.segments.apply import bound
 from deepspeed_hybrid.segments.gdn import gdn_bindings
 from deepspeed_hybrid.segments.weights import WeightSyncReport
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    """A slower path says why, once a process."""
+    logger.warning(f"deepspeed_hybrid: {line}")
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ class HybridEngineRollout(RolloutEngine):
         self._run = 0  # counts calls, so that an iterator left open knows when its slots were taken
         self._closed = False
         for line in self._paths.notes:
-            logger.info(f"deepspeed_hybrid: {line}")
+            _say_once(line)
 
     # ------------------------------------------------------------------------------------------------- generation
 

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -183,7 +184,7 @@ class StopFlags:
     def __init__(self, state: DecodeState):
         self.state = state
         self.asynchronous = state.active.device.type != "cpu"
-        self._queued: deque[tuple[torch.Tensor, object, list[int | None]]] = deque()
+        self._queued: deque[tuple[torch.Tensor, Any, list[int | None]]] = deque()
 
     def record(self, occupants: list[int | None]) -> None:
         flags = self.state.active[: len(occupants)]

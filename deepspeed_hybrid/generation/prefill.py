@@ -40,7 +40,7 @@ def prefill(
     rows = list(range(len(lengths)))
     while rows:
         widest = 0
-        group = []
+        group: list[int] = []
         for row in rows:
             widest = max(widest, lengths[row])
             if group and widest * (len(group) + 1) > token_budget:

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""The command line: arguments in, an exit code out. What the commands do is in tools/."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from deepspeed_hybrid.config import BACKENDS
+from deepspeed_hybrid.tools.bench import bench_decode
+from deepspeed_hybrid.tools.demo import demo
+from deepspeed_hybrid.tools.doctor import doctor
+from deepspeed_hybrid.tools.models import DEMO_SIZES, PRESETS
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. ``arguments`` defaults to those of the process."""
+    options = build_parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except (RuntimeError, ValueError, OSError) as error:
+        if options.traceback:
+            raise
+        print(f"error: {error}\n(--traceback before the command shows where it was raised)")
+        return 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="deepspeed-hybrid",
+        description="Fast RL rollouts inside a DeepSpeed engine: a demo, a check of the machine, a benchmark.",
+    )
+    parser.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{demo,doctor,bench}")
+    _add_demo(commands)
+    _add_doctor(commands)
+    _add_bench(commands)
+    return parser
+
+
+def _add_demo(commands) -> None:
+    command = _command(commands, "demo", _demo, "train a tiny Qwen3.5 by GRPO on a task with a checkable answer")
+    command.add_argument("--steps", type=_positive, default=None, help="optimizer steps (default: enough to learn)")
+    command.add_argument(
+        "--out", type=Path, default=Path("deepspeed-hybrid-demo"), help="folder (default: %(default)s)"
+    )
+    command.add_argument("--seed", type=int, default=0, help="of weights, prompts and sampling (default: %(default)s)")
+    command.add_argument("--model-size", choices=DEMO_SIZES, default="tiny", help="default: %(default)s")
+
+
+def _add_doctor(commands) -> None:
+    command = _command(commands, "doctor", _doctor, "what is installed, and which path would run here and why")
+    command.add_argument(
+        "--model", type=Path, metavar="CONFIG_JSON", help="a model's config.json (default: a tiny Qwen3.5)"
+    )
+    command.add_argument("--use-graph-capture", action="store_true", help="fail unless decode steps can be captured")
+    command.add_argument("--use-segki", action="store_true", help="fail unless segment kernels can run")
+    command.add_argument(
+        "--backend", choices=BACKENDS, default="auto", help="fail unless it can run (default: %(default)s)"
+    )
+
+
+def _add_bench(commands) -> None:
+    command = commands.add_parser("bench", help="measure generation", description="Measure generation.")
+    kinds = command.add_subparsers(title="what to measure", required=True, metavar="{decode}")
+    decode = _command(kinds, "decode", _bench_decode, "end-to-end greedy generate(): tokens/s and ms a step")
+    decode.add_argument(
+        "--model-config",
+        default="tiny",
+        metavar="PATH|PRESET",
+        help=f"a config.json or one of {', '.join(PRESETS)}; random weights (default: %(default)s)",
+    )
+    decode.add_argument(
+        "--batch", type=_positives, default=[1, 8, 64], metavar="1,8,64", help="rows (default: 1,8,64)"
+    )
+    decode.add_argument("--prompt", type=_positive, default=128, help="tokens a prompt (default: %(default)s)")
+    decode.add_argument("--new", type=_positive, default=512, help="new tokens a row (default: %(default)s)")
+    decode.add_argument("--runs", type=_positive, default=3, help="timed calls a batch size (default: %(default)s)")
+    decode.add_argument("--seed", type=int, default=0, help="of weights and prompts (default: %(default)s)")
+    decode.add_argument("--out", type=Path, metavar="FILE.json", help="write the rows there")
+    decode.add_argument("--plot", type=Path, metavar="FILE.png", help="draw tokens/s over the batch size")
+
+
+def _command(commands, name: str, run, summary: str) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    command.set_defaults(run=run)
+    return command
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1; got {value}")
+    return value
+
+
+def _positives(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",")]
+
+
+def _demo(options: argparse.Namespace) -> int:
+    return demo(steps=options.steps, out=options.out, seed=options.seed, model_size=options.model_size)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    return doctor(options.model, options.use_graph_capture, options.use_segki, options.backend)
+
+
+def _bench_decode(options: argparse.Namespace) -> int:
+    return bench_decode(
+        options.model_config,
+        options.batch,
+        options.prompt,
+        options.new,
+        options.runs,
+        options.seed,
+        options.out,
+        options.plot,
+    )

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""End-to-end decode speed, in tokens per second, and as a share of what the card's memory allows."""
+
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from deepspeed_hybrid.compat import layer_kinds, text_config
+from deepspeed_hybrid.generation.batch import RolloutBatch, RolloutRequest, SamplingConfig
+from deepspeed_hybrid.rollout import HybridEngineRollout
+from deepspeed_hybrid.tools import results
+from deepspeed_hybrid.tools.device import has_cuda
+from deepspeed_hybrid.tools.models import build_model, load_config
+from deepspeed_hybrid.tools.process import quiet
+
+READ_BYTES, READS = 4 * 2**30, 10
+HEADINGS = {
+    "batch": "batch",
+    "prompt": "prompt",
+    "new": "new",
+    "tok_s": "tok/s",
+    "ms_step": "ms a step",
+    "spread_pct": "spread %",
+    "floor_share_pct": "% of bandwidth floor",
+}
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """What one decode step has to move at least: weights once, and for every row its state and its KV."""
+
+    weights: int
+    state_per_row: int  # recurrent state and conv window, read and written
+    kv_per_token: int
+
+    def total(self, batch: int, tokens: float) -> float:
+        """Bytes of a step with ``batch`` rows of ``tokens`` tokens each."""
+        return self.weights + batch * (self.state_per_row + self.kv_per_token * tokens)
+
+
+def bench_decode(
+    model_config: str,
+    batches: list[int],
+    prompt: int,
+    new: int,
+    runs: int,
+    seed: int,
+    out: Path | None,
+    plot: Path | None,
+) -> int:
+    """Time greedy ``generate()`` on random weights and prompts, prefill included; print a table, write rows.
+
+    Args:
+        model_config: a preset or the path of a config.json.
+        batches: rows, one measurement each.
+        prompt, new: tokens a row.
+        runs: timed calls a measurement; the median counts, and the spread is (max - min) / median.
+        seed: of weights and prompts.
+        out, plot: files to write, or None.
+
+    Returns:
+        1 if two greedy calls disagreed, in which case nothing is timed, else 0.
+    """
+    quiet()
+    config = load_config(model_config)
+    config.eos_token_id = None  # every row runs to its full length
+    model = build_model(config, seed)
+    rollout = HybridEngineRollout(SimpleNamespace(module=model), SimpleNamespace(pad_token_id=0, eos_token_id=None))
+    print(rollout.describe())
+    bandwidth = read_bandwidth() if has_cuda() else None
+    if bandwidth:
+        print(f"read bandwidth: {bandwidth / 1e12:.2f} TB/s")
+
+    sizes, rows = step_bytes(model), []
+    sampling = SamplingConfig(max_new_tokens=new, temperature=0.0)
+    for batch in batches:
+        request = random_request(batch, prompt, model, seed)
+        if not _repeats(rollout, request, sampling):
+            print(f"batch {batch}: two greedy calls gave different tokens, so nothing is timed")
+            return 1
+        seconds = [_seconds(rollout, request, sampling) for _ in range(runs)]
+        floor = sizes.total(batch, prompt + new / 2) / bandwidth if bandwidth else None
+        rows.append(decode_row(batch, prompt, new, seconds, floor))
+        if len(rows) == 1:
+            print(_line({name: heading for name, heading in HEADINGS.items() if name in rows[0]}))
+        print(_line(rows[-1]), flush=True)
+    rollout.shutdown()
+
+    if out is not None:
+        results.write_json(out, results.measurement(f"greedy decode, {model_config}", rows))
+    if plot is not None:
+        results.draw(plot, batches, {model_config: [row["tok_s"] for row in rows]}, "rows", "tokens/s", log=True)
+    return 0
+
+
+def decode_row(batch: int, prompt: int, new: int, seconds: list[float], floor: float | None) -> dict:
+    """One row of the result; ``floor`` is the least time of a step in seconds, where it is known."""
+    median = statistics.median(seconds)
+    row = {
+        "batch": batch,
+        "prompt": prompt,
+        "new": new,
+        "tok_s": round(batch * new / median, 1),
+        "ms_step": round(median / new * 1000, 4),
+        "spread_pct": round((max(seconds) - min(seconds)) / median * 100, 2),
+    }
+    if floor is not None:
+        row["floor_share_pct"] = round(floor / (median / new) * 100, 1)
+    return row
+
+
+def _line(row: dict) -> str:
+    return "  ".join(str(row[name]).rjust(len(heading)) for name, heading in HEADINGS.items() if name in row)
+
+
+def random_request(batch: int, prompt: int, model: nn.Module, seed: int) -> RolloutRequest:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, text_config(model).vocab_size, (batch, prompt), generator=generator)
+    ids = ids.to(next(model.parameters()).device)
+    return RolloutRequest(ids, torch.ones_like(ids))
+
+
+def _repeats(rollout: HybridEngineRollout, request: RolloutRequest, sampling: SamplingConfig) -> bool:
+    """The gate, and the warm-up: kernels are tuned and graphs captured here."""
+    first, second = (rollout.generate(request, sampling) for _ in range(2))
+    return _same(first, second)
+
+
+def _same(first: RolloutBatch, second: RolloutBatch) -> bool:
+    return torch.equal(first.input_ids, second.input_ids)
+
+
+def _seconds(rollout: HybridEngineRollout, request: RolloutRequest, sampling: SamplingConfig) -> float:
+    accelerator = get_accelerator()
+    accelerator.synchronize()
+    start = time.perf_counter()
+    rollout.generate(request, sampling)
+    accelerator.synchronize()
+    return time.perf_counter() - start
+
+
+def step_bytes(model: nn.Module, state_dtype: torch.dtype = torch.float32) -> StepBytes:
+    """From the model's shapes. An embedding that is not also the head is only gathered from, and not counted."""
+    config, kinds = text_config(model), layer_kinds(model)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    if embedding is not head:
+        weights -= embedding.numel() * embedding.element_size()
+
+    state = 0
+    if "linear_attention" in kinds:
+        heads, key_dim, value_dim = (
+            config.linear_num_value_heads,
+            config.linear_key_head_dim,
+            config.linear_value_head_dim,
+        )
+        channels = 2 * config.linear_num_key_heads * key_dim + heads * value_dim
+        recurrent = heads * key_dim * value_dim * state_dtype.itemsize
+        window = channels * config.linear_conv_kernel_dim * head.element_size()
+        state = 2 * kinds.count("linear_attention") * (recurrent + window)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv = 2 * kinds.count("full_attention") * config.num_key_value_heads * head_dim * head.element_size()
+    return StepBytes(weights=weights, state_per_row=state, kv_per_token=kv)
+
+
+def read_bandwidth() -> float:
+    """Bytes per second of a reduction over a buffer much larger than the card's caches."""
+    accelerator = get_accelerator()
+    size = min(READ_BYTES, accelerator.available_memory() // 4)
+    buffer = torch.zeros(size // 4, dtype=torch.float32, device=accelerator.current_device_name())
+    for _ in range(2):
+        buffer.sum()
+    accelerator.synchronize()
+    start = time.perf_counter()
+    for _ in range(READS):
+        buffer.sum()
+    accelerator.synchronize()
+    return READS * buffer.numel() * buffer.element_size() / (time.perf_counter() - start)
