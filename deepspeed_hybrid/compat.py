@@ -25,6 +25,7 @@ __all__ = [
     "bind_torch_gdn_without_gpu",
     "causal_model",
     "gdn_kernels",
+    "is_silu",
     "layer_kinds",
     "text_config",
     "text_model",
@@ -49,6 +50,11 @@ def causal_model(module: nn.Module) -> nn.Module:
             f"model has a {type(config).__name__} adapter, which adds to the prompt; that is not supported"
         )
     return module.get_base_model()
+
+
+def is_silu(activation: object) -> bool:
+    """Whether an activation module is x * sigmoid(x)."""
+    return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
 
 
 def text_config(model: nn.Module):
@@ -110,13 +116,12 @@ def layer_kinds(model: nn.Module) -> list[str]:
 class GdnKernels:
     """The two scans of a GatedDeltaNet layer, resolved once.
 
-    ``fused`` says that q and k may have fewer heads than v, and that the recurrent kernel computes the gates itself
-    (fp32) from the raw projections; otherwise the caller does both.
+    ``grouped`` says that q and k may have fewer heads than v; otherwise the caller repeats them.
     """
 
     chunk: Callable
     recurrent: Callable
-    fused: bool
+    grouped: bool
     source: str
 
 
@@ -131,7 +136,7 @@ def gdn_kernels(mixer: nn.Module) -> GdnKernels:
         return GdnKernels(
             chunk=_torch_function(functions, CHUNK_FUNCTION),
             recurrent=_torch_function(functions, RECURRENT_FUNCTION),
-            fused=False,
+            grouped=False,
             source="transformers (torch)",
         )
     try:
@@ -144,7 +149,7 @@ def gdn_kernels(mixer: nn.Module) -> GdnKernels:
     return GdnKernels(
         chunk=fla.chunk_gated_delta_rule,
         recurrent=fla.fused_recurrent_gated_delta_rule,
-        fused=True,
+        grouped=True,
         source="flash-linear-attention",
     )
 

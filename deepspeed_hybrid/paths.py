@@ -13,10 +13,18 @@ from torch import nn
 from deepspeed_hybrid.compat import ModelCall, causal_model, gdn_kernels, layer_kinds, text_model
 from deepspeed_hybrid.config import HybridEngineRolloutConfig
 from deepspeed_hybrid.ops.decode_step import decode_step, decode_step_reference
+from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves, fused_silu_mul_halves_reference
+from deepspeed_hybrid.ops.gdn_gates import gdn_gates, gdn_gates_reference
 from deepspeed_hybrid.ops.loader import op_obstacle
 from deepspeed_hybrid.segments.apply import refuse_kernelized
+from deepspeed_hybrid.segments.injection import Injection
+from deepspeed_hybrid.segments.plan import Segment, plan_segments
 
-NO_SEGMENTS = "this version has no segment kernels; layers run transformers' own projections"
+OPS: dict[str, tuple[Callable, Callable]] = {
+    "decode_step": (decode_step, decode_step_reference),
+    "fused_silu_mul_halves": (fused_silu_mul_halves, fused_silu_mul_halves_reference),
+    "gdn_gates": (gdn_gates, gdn_gates_reference),
+}
 
 
 @dataclass
@@ -27,6 +35,7 @@ class Paths:
     device: torch.device
     graph: bool
     choose: Callable
+    injection: Injection
     layers: list[tuple[str, str, str]] = field(default_factory=list)  # layer, kind, path
     off: dict[str, str] = field(default_factory=dict)  # feature -> why it is off
 
@@ -39,12 +48,11 @@ class Paths:
         return {f"{feature}_off": reason for feature, reason in self.off.items()}
 
     def describe(self) -> str:
-        rows = [("layer", "kind", "path"), *self.layers]
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        ]
-        lines.append(f"graph capture: {'on' if self.graph else 'off'}")
+        lines = _table([("layer", "kind", "path"), *self.layers])
+        if self.injection.segments:
+            heads = ("layer", "segment", "kernel", "weights", "left alone because")
+            lines += ["", *_table([heads, *self.injection.rows()])]
+        lines += ["", f"graph capture: {'on' if self.graph else 'off'}"]
         return "\n".join([*lines, *self.notes])
 
     def empty_cache(self) -> None:
@@ -75,15 +83,24 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
             off[name] = "every row has a slot and positions of its own"
     graph_obstacle = "there is no CUDA device" if device.type != "cuda" else call.graph_obstacle()
     graph = _decide("use_graph_capture", cfg.use_graph_capture, graph_obstacle, off)
-    _decide("use_segki", cfg.use_segki, NO_SEGMENTS, off)
+    obstacle = segments_obstacle(plan_segments(model, cfg.segki_kernel))
+    fused_kinds = cfg.segki_kernel if _decide("use_segki", cfg.use_segki, obstacle, off) else None
+    may_move = zero_stage(engine) == 0
+    ops = {name: _op(name, op, reference, device, cfg, off) for name, (op, reference) in OPS.items()}
     return Paths(
         call=call,
         device=device,
         graph=graph,
-        choose=_choose(device, cfg, off),
+        choose=ops["decode_step"],
+        injection=Injection(model, fused_kinds, may_move, ops["fused_silu_mul_halves"], ops["gdn_gates"]),
         layers=_layer_paths(model, kinds, call),
         off=off,
     )
+
+
+def zero_stage(engine) -> int:
+    """The ZeRO stage of a DeepSpeed engine; 0 for anything else."""
+    return engine.zero_optimization_stage() if hasattr(engine, "zero_optimization_stage") else 0
 
 
 def check_weights(engine, model: nn.Module) -> torch.device:
@@ -93,8 +110,7 @@ def check_weights(engine, model: nn.Module) -> torch.device:
         ValueError: meta, quantised or scattered weights, or weights partitioned by ZeRO-3.
     """
     parameters = dict(model.named_parameters())
-    stage = engine.zero_optimization_stage() if hasattr(engine, "zero_optimization_stage") else 0
-    if stage == 3 or any(hasattr(parameter, "ds_id") for parameter in parameters.values()):
+    if zero_stage(engine) == 3 or any(hasattr(parameter, "ds_id") for parameter in parameters.values()):
         raise ValueError("engine partitions its weights (ZeRO stage 3), which is not supported yet; use stage 0 to 2")
     for name, parameter in parameters.items():
         if parameter.is_meta:
@@ -125,20 +141,40 @@ def backend_obstacle(backend: str, device: torch.device) -> str | None:
     return None
 
 
-def _choose(device: torch.device, cfg: HybridEngineRolloutConfig, off: dict[str, str]) -> Callable:
-    """The op that ends a step: CUDA where it builds, torch elsewhere."""
+def segments_obstacle(segments: list[Segment]) -> str | None:
+    """Why nothing of a plan can be fused, or None."""
+    if any(segment.reason is None for segment in segments):
+        return None
+    reasons = sorted({segment.reason for segment in segments if segment.reason})
+    return "no segment can be injected" + (": " + "; ".join(reasons) if reasons else "")
+
+
+def _op(
+    name: str,
+    op: Callable,
+    reference: Callable,
+    device: torch.device,
+    cfg: HybridEngineRolloutConfig,
+    off: dict[str, str],
+) -> Callable:
+    """The CUDA op where it can be built, its torch reference elsewhere."""
     if device.type != "cuda":
-        return decode_step_reference
+        return reference
     if cfg.segki_backend == "torch":
-        off["decode_step op"] = f"segki_backend is {cfg.segki_backend!r}"
-        return decode_step_reference
-    obstacle = op_obstacle("decode_step")
+        off[f"{name} op"] = f"segki_backend is {cfg.segki_backend!r}"
+        return reference
+    obstacle = op_obstacle(name)
     if obstacle is None:
-        return decode_step
+        return op
     if cfg.segki_backend == "cuda":
         raise RuntimeError(f"segki_backend='cuda' cannot be honoured: {obstacle}")
-    off["decode_step op"] = obstacle
-    return decode_step_reference
+    off[f"{name} op"] = obstacle
+    return reference
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _layer_paths(model: nn.Module, kinds: list[str], call: ModelCall) -> list[tuple[str, str, str]]:

@@ -33,7 +33,6 @@ from deepspeed_hybrid.generation.requests import (
 from deepspeed_hybrid.paths import Paths, resolve_paths
 from deepspeed_hybrid.profile import continuous_stats, profile
 from deepspeed_hybrid.segments.apply import bound
-from deepspeed_hybrid.segments.gdn import gdn_bindings
 from deepspeed_hybrid.segments.weights import WeightSyncReport
 
 
@@ -77,6 +76,7 @@ class HybridEngineRollout(RolloutEngine):
         self.engine, self.tokenizer = engine, tokenizer
         self.cfg = HybridEngineRolloutConfig.from_object(cfg)
         self._paths: Paths = resolve_paths(engine, self.cfg)
+        self._injection = self._paths.injection
         self._graphs = GraphRunner(self.cfg.max_graphs) if self._paths.graph else None
         self._arena = Arena(
             self._paths.call, self._paths.device, self.cfg.state_dtype, self._graphs, self._paths.choose
@@ -141,7 +141,10 @@ class HybridEngineRollout(RolloutEngine):
             while True:
                 if run != self._run:
                     raise RuntimeError("generate_iter() was overtaken: another call has used its slots since")
+                if self._follow_weights() and rounds is not None and self._graphs is not None:
+                    raise RuntimeError("parameters were replaced or moved while rows were running in a captured graph")
                 with self._generating():
+                    self._injection.sync()  # packed copies follow parameters that were written without notice
                     if rounds is None:
                         self._arena.reserve(job.slots, self._tokens_a_slot(job))
                         rounds = run_rows(
@@ -172,7 +175,12 @@ class HybridEngineRollout(RolloutEngine):
         """The model in evaluation mode with our forwards bound; all of it is undone on exit."""
         model = self._paths.call.model
         training = {module: module.training for module in model.modules()}
-        with torch.inference_mode(False), torch.no_grad(), bound(gdn_bindings(model)), dense_mask_attention(model):
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            bound(self._injection.bindings),
+            dense_mask_attention(model),
+        ):
             try:
                 for module in training:
                     module.training = False
@@ -186,7 +194,7 @@ class HybridEngineRollout(RolloutEngine):
         if self._closed:
             raise RuntimeError("generate() was called after shutdown()")
         call = self._paths.call
-        self._drop_graphs_of_moved_weights()
+        self._follow_weights()
         prompts = check_prompts(
             request.prompt_ids, request.prompt_attention_mask, call.config.vocab_size, self._paths.device
         )
@@ -226,17 +234,20 @@ class HybridEngineRollout(RolloutEngine):
         self.sync_segki_weights()
 
     def sync_segki_weights(self) -> WeightSyncReport:
-        """Refresh every derived weight in place. Generation reads the parameters themselves: nothing is copied."""
-        return WeightSyncReport()
+        """Refresh every derived weight in place, at addresses that stay. Views of the parameters cost nothing."""
+        self._follow_weights()
+        return self._injection.sync()
 
-    def _drop_graphs_of_moved_weights(self) -> None:
-        """A graph holds addresses. Parameters that were replaced or moved must not be read through it."""
-        addresses = self._weight_addresses()
-        if addresses != self._weights_seen:
-            self._weights_seen = addresses
+    def _follow_weights(self) -> bool:
+        """Fuse anew, and drop the graphs, where parameters or layers were replaced or moved; whether they were."""
+        changed = self._injection.replan() or self._weight_addresses() != self._weights_seen
+        if changed:
+            self._injection.fuse()
+            self._weights_seen = self._weight_addresses()
             if self._graphs is not None and len(self._graphs):
                 logger.warning("deepspeed_hybrid: parameters were replaced or moved; captured graphs are dropped")
                 self._graphs.release()
+        return changed
 
     def _weight_addresses(self) -> tuple[int, ...]:
         model = self._paths.call.model
@@ -250,7 +261,11 @@ class HybridEngineRollout(RolloutEngine):
 
     def memory_report(self) -> dict:
         """Bytes that generation holds, by kind, and ``state_dtype``."""
-        return {**self._arena.bytes_by_kind(), "packed_weights": 0, "state_dtype": self.cfg.state_dtype}
+        return {
+            **self._arena.bytes_by_kind(),
+            "packed_weights": self._injection.packed_bytes,
+            "state_dtype": self.cfg.state_dtype,
+        }
 
     def get_last_profile(self) -> dict | None:
         """Times (ms) and rates of the last ``generate()``; None unless ``enable_profiling``."""

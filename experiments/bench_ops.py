@@ -70,15 +70,18 @@ def check(scores: torch.Tensor, sampled: bool) -> None:
     torch.testing.assert_close(actual["logprobs"], expected["logprobs"], rtol=1e-5, atol=1e-5)
 
 
-def time_calls(step: Callable, calls: list[torch.Tensor], sampled: bool) -> tuple[float, float]:
-    """Microseconds a call, median and spread (interquartile range) over replays."""
-    arguments = buffers(calls[0].shape[0], sampled)
+def time_calls(step: Callable, calls: list, **arguments) -> tuple[float, float]:
+    """Microseconds a call, median and spread (interquartile range) over replays of a graph of all ``calls``.
+
+    Args:
+        step: called with each of ``calls`` and the arguments.
+    """
     step(calls[0], **arguments)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for scores in calls:
-            step(scores, **arguments)
+        for call in calls:
+            step(call, **arguments)
 
     times = []
     for replay in range(WARM_UPS + REPLAYS):
@@ -98,8 +101,8 @@ def measure(batch: int, dtype: str, kind: str) -> dict:
     size = batch * VOCABULARY * DTYPES[dtype].itemsize
     scores = [random_scores(batch, DTYPES[dtype], left) for _ in range(max(2, math.ceil(BYTES_TO_ROTATE / size)))]
     check(scores[0], sampled)
-    us, spread = time_calls(decode_step, scores, sampled)
-    reference_us, _ = time_calls(decode_step_reference, scores[:MOST_REFERENCE_CALLS], sampled)
+    us, spread = time_calls(decode_step, scores, **buffers(batch, sampled))
+    reference_us, _ = time_calls(decode_step_reference, scores[:MOST_REFERENCE_CALLS], **buffers(batch, sampled))
     return {
         "op": "decode_step",
         "batch": batch,
@@ -126,6 +129,18 @@ def commit() -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+def write(path: Path, what: str, rows: list[dict]) -> None:
+    report = {
+        "what": what,
+        "gpu": torch.cuda.get_device_name(),
+        "commit": commit(),
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
+        "command": " ".join(["python", f"experiments/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "rows": rows,
+    }
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file to write")
@@ -142,20 +157,7 @@ def main() -> None:
     ]
     show(rows)
     if options.out:
-        options.out.write_text(
-            json.dumps(
-                {
-                    "what": "decode_step: microseconds a call in a graph, logits read from memory",
-                    "gpu": torch.cuda.get_device_name(),
-                    "commit": commit(),
-                    "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
-                    "command": " ".join(["python", "experiments/bench_ops.py", *sys.argv[1:]]),
-                    "rows": rows,
-                },
-                indent=1,
-            )
-            + "\n"
-        )
+        write(options.out, "decode_step: microseconds a call in a graph, logits read from memory", rows)
 
 
 if __name__ == "__main__":

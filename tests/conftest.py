@@ -39,9 +39,12 @@ def one_process():
 
 @pytest.fixture
 def make_engine(one_process):
-    """model, options -> a DeepSpeed engine with ZeRO-1 and AdamW, in fp32 unless said otherwise."""
+    """model, options -> a DeepSpeed engine with ZeRO-1 and AdamW, in fp32 unless said otherwise.
 
-    def make(model: torch.nn.Module, learning_rate: float = 1e-2, stage: int = 1, **config):
+    ``groups`` are the optimizer's parameter groups; ``config`` is DeepSpeed's.
+    """
+
+    def make(model: torch.nn.Module, learning_rate: float = 1e-2, stage: int = 1, groups=None, **config):
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "optimizer": {"type": "AdamW", "params": {"lr": learning_rate, "torch_adam": True}},
@@ -51,6 +54,6 @@ def make_engine(one_process):
         }
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the imports and defaults of other packages
-            return deepspeed.initialize(model=model, config=config)[0]
+            return deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]
 
     return make

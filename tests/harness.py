@@ -20,8 +20,10 @@ from deepspeed_hybrid.cache.layers import StepPlan
 from deepspeed_hybrid.cache.slot_cache import SlotCache
 from deepspeed_hybrid.compat import ModelCall, layer_kinds
 from deepspeed_hybrid.ops.decode_step import decode_step_reference
+from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves_reference
+from deepspeed_hybrid.ops.gdn_gates import gdn_gates_reference
 from deepspeed_hybrid.segments.apply import bound
-from deepspeed_hybrid.segments.gdn import gdn_bindings
+from deepspeed_hybrid.segments.injection import Injection
 
 Prompts = tuple[torch.Tensor, torch.Tensor]
 
@@ -111,7 +113,8 @@ def new_cache(model: torch.nn.Module, slots: int = 2, capacity: int = 64) -> Sim
 @torch.no_grad()
 def by_hand(cache: SimpleNamespace, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Run ``forward`` with the layers bound to slots."""
-    with bound(gdn_bindings(cache.model)):
+    injection = Injection(cache.model, [], fused_silu_mul_halves_reference, gdn_gates_reference)
+    with bound(injection.bindings):
         return forward()
 
 

@@ -119,6 +119,28 @@ def tiny_model(family: str = "qwen3_5", seed: int = 0) -> torch.nn.Module:
     return model.eval()
 
 
+class LoraLinear(torch.nn.Module):
+    """An adapter in place of a linear layer that shows the layer's attributes, as PEFT's do; it changes the output."""
+
+    def __init__(self, base: torch.nn.Linear, rank: int = 4):
+        super().__init__()
+        self.base = base
+        self.down = torch.nn.Linear(base.in_features, rank, bias=False)
+        self.up = torch.nn.Linear(rank, base.out_features, bias=False)
+        self.in_features, self.out_features = base.in_features, base.out_features
+
+    @property
+    def weight(self) -> torch.nn.Parameter:
+        return self.base.weight
+
+    @property
+    def bias(self) -> torch.nn.Parameter | None:
+        return self.base.bias
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.base(inputs) + 4 * self.up(self.down(inputs))
+
+
 def engine_of(model: torch.nn.Module) -> SimpleNamespace:
     return SimpleNamespace(module=model)
 

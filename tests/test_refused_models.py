@@ -78,8 +78,8 @@ def test_graph_capture_asked_for_without_cuda():
 
 
 def test_segments_asked_for_without_any():
-    message = refusal(tiny_model("qwen3"), error=RuntimeError, use_segki=True)
-    assert "use_segki=True" in message and "segment kernels" in message
+    message = refusal(tiny_model("qwen3"), error=RuntimeError, use_segki=True, segki_kernel="fused_gdn")
+    assert "use_segki=True" in message and "no segment can be injected" in message and "'fused_gdn'" in message
 
 
 SMALL = dict(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)

@@ -7,6 +7,7 @@ Parked lanes are multiplied by one and added zero (g = 0, beta = 0), so that the
 second pass over it. Beta and g are fp32 on every path.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,20 +17,20 @@ from transformers.activations import ACT2FN
 
 from deepspeed_hybrid.compat import GdnKernels, gdn_kernels
 from deepspeed_hybrid.segments.apply import Binding
-
-# A raw gate whose sigmoid and softplus are zero in fp32; every float dtype holds it.
-CLOSED = -1e4
+from deepspeed_hybrid.segments.weights import FusedLinear
 
 # Shapes: B rows, T tokens, D hidden, C conv channels, K conv kernel, HK/HV key/value heads, DK/DV their dims.
 
 
-def gdn_bindings(model: nn.Module) -> list[Binding]:
-    """One binding for every GatedDeltaNet layer of ``model``."""
-    bindings = []
-    for module in model.modules():
-        if is_gdn(module):
-            bindings.append(Binding(module, partial(gdn_forward, module, gdn_kernels(module))))
-    return bindings
+def gdn_binding(module: nn.Module, fused: FusedLinear | None, gates: Callable) -> Binding:
+    """Our forward for one GatedDeltaNet layer.
+
+    Args:
+        module: the layer.
+        fused: its input projections as one product, or None to call them one by one.
+        gates: the ``gdn_gates`` op, or its reference.
+    """
+    return Binding(module, partial(gdn_forward, module, gdn_kernels(module), fused, gates))
 
 
 def is_gdn(module: nn.Module) -> bool:
@@ -41,6 +42,8 @@ def is_gdn(module: nn.Module) -> bool:
 def gdn_forward(
     module: nn.Module,
     kernels: GdnKernels,
+    fused: FusedLinear | None,
+    gates: Callable,
     hidden_states: torch.Tensor,
     cache=None,
     attention_mask=None,
@@ -54,11 +57,12 @@ def gdn_forward(
     if plan.token_mask is not None:
         hidden_states = hidden_states * plan.token_mask[:, :, None].to(hidden_states.dtype)
 
-    qkv, z, b, a = project(module, hidden_states)
+    qkv, z, b, a = project(module, fused, hidden_states)
     layer.ensure(qkv, module.conv_kernel_size, (module.num_v_heads, module.head_k_dim, module.head_v_dim))
     window, state = layer.read()
     qkv, window = convolve(module, qkv, window, plan.parked)
-    core, state = scan(module, kernels, qkv, b, a, state, plan)
+    beta, g = gates(b, a, module.A_log, module.dt_bias, plan.parked)
+    core, state = scan(module, kernels, qkv, beta, g, state, recurrent=plan.slots is None)
     layer.write(window, state)
 
     batch, length, _ = hidden_states.shape
@@ -66,18 +70,17 @@ def gdn_forward(
     return module.out_proj(core.reshape(batch, length, -1))
 
 
-def project(module: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def project(module: nn.Module, fused: FusedLinear | None, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """qkv [B, T, C], z [B, T, HV * DV], b and a [B, T, HV], from either layout of the input projections."""
-    if hasattr(module, "in_proj_qkv"):
-        return (
-            module.in_proj_qkv(hidden_states),
-            module.in_proj_z(hidden_states),
-            module.in_proj_b(hidden_states),
-            module.in_proj_a(hidden_states),
-        )
-    *qkv, z, b, a = module.fix_query_key_value_ordering(
-        module.in_proj_qkvz(hidden_states), module.in_proj_ba(hidden_states)
-    )
+    separate = hasattr(module, "in_proj_qkv")
+    if fused is not None:
+        parts = fused(hidden_states).split(fused.sizes, dim=-1)
+    else:
+        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a") if separate else ("in_proj_qkvz", "in_proj_ba")
+        parts = tuple(getattr(module, name)(hidden_states) for name in names)
+    if separate:
+        return parts
+    *qkv, z, b, a = module.fix_query_key_value_ordering(*parts)
     return torch.cat([part.flatten(2) for part in qkv], dim=-1), z, b, a
 
 
@@ -99,51 +102,32 @@ def convolve(
     return ACT2FN[module.activation](convolved[..., -length:]).transpose(1, 2), latest
 
 
-def gates(
-    module: nn.Module, b: torch.Tensor, a: torch.Tensor, parked: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """beta and log-decay g, both [B, T, HV] fp32, and zero on parked lanes."""
-    beta = b.float().sigmoid()
-    g = -module.A_log.float().exp() * F.softplus(a.float() + module.dt_bias.float())
-    if parked is not None:
-        beta, g = (gate.masked_fill(parked[:, None, None], 0.0) for gate in (beta, g))
-    return beta, g
-
-
 def scan(
     module: nn.Module,
     kernels: GdnKernels,
     qkv: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
+    beta: torch.Tensor,
+    g: torch.Tensor,
     state: torch.Tensor,
-    plan,
+    recurrent: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gated delta rule: [B, T, HV, DV] and the state after it, [B, HV, DK, DV]. ``plan`` is the cache's."""
+    """The gated delta rule: [B, T, HV, DV] and the state after it, [B, HV, DK, DV]."""
     batch, length, _ = qkv.shape
     query, key, value = torch.split(qkv, [module.key_dim, module.key_dim, module.value_dim], dim=-1)
     query = query.reshape(batch, length, -1, module.head_k_dim)
     key = key.reshape(batch, length, -1, module.head_k_dim)
     value = value.reshape(batch, length, -1, module.head_v_dim)
-    options = dict(initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True)
-    decoding = plan.slots is None
-    if kernels.fused and decoding:
-        beta, g = (raw.masked_fill(plan.parked[:, None, None], CLOSED) for raw in (b, a))
-        return kernels.recurrent(
-            query,
-            key,
-            value,
-            g=g,
-            beta=beta,
-            A_log=module.A_log,
-            dt_bias=module.dt_bias,
-            use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            **options,
-        )
-    beta, g = gates(module, b, a, plan.parked)
-    if not kernels.fused and value.shape[2] != key.shape[2]:
+    if not kernels.grouped and value.shape[2] != key.shape[2]:
         groups = value.shape[2] // key.shape[2]
         query, key = query.repeat_interleave(groups, dim=2), key.repeat_interleave(groups, dim=2)
-    rule = kernels.recurrent if decoding else kernels.chunk
-    return rule(query, key, value, g=g, beta=beta, **options)
+    rule = kernels.recurrent if recurrent else kernels.chunk
+    return rule(
+        query,
+        key,
+        value,
+        g=g,
+        beta=beta,
+        initial_state=state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Find the segments of a model by what its modules have. Nothing is changed here.
+
+A segment is a group of projections of one input that can be one product. Its modules must be plain: whatever does more
+than a linear map (an adapter, a quantised or sharded layer, a hook) is left as it is, with the reason.
+"""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from deepspeed_hybrid.compat import is_silu, text_model
+from deepspeed_hybrid.segments.gdn import is_gdn
+
+GLU, GDN, ATTENTION = "fused_glu", "fused_gdn", "fused_attention"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One group of projections, ``names`` in the order of their rows in the fused weight."""
+
+    layer: int
+    kind: str
+    path: str
+    module: nn.Module
+    names: tuple[str, ...]
+    reason: str | None = None  # why it is left alone; None: it can be fused
+
+    @property
+    def projections(self) -> list[nn.Linear]:
+        return [getattr(self.module, name) for name in self.names]
+
+
+def plan_segments(model: nn.Module, kinds: str = "all") -> list[Segment]:
+    """Every segment of the decoder layers, in order; ``kinds`` other than 'all' leaves the rest alone, saying so."""
+    segments = []
+    for index, layer in enumerate(text_model(model).layers):
+        for path, module in layer.named_modules():
+            kind, names = _classify(module)
+            if kind is None:
+                continue
+            reason = _obstacle(module, kind, names)
+            if reason is None and kinds not in ("all", kind):
+                reason = f"segki_kernel is {kinds!r}"
+            segments.append(Segment(index, kind, f"layers.{index}.{path}", module, names, reason))
+    return segments
+
+
+def _classify(module: nn.Module) -> tuple[str | None, tuple[str, ...]]:
+    def has(*names: str) -> bool:
+        return all(isinstance(getattr(module, name, None), nn.Module) for name in names)
+
+    if is_gdn(module):
+        split = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        return GDN, split if has(*split) else ("in_proj_qkvz", "in_proj_ba")
+    if has("q_proj", "k_proj", "v_proj", "o_proj"):
+        return ATTENTION, ("q_proj", "k_proj", "v_proj")
+    if has("gate_proj", "up_proj", "down_proj"):
+        return GLU, ("gate_proj", "up_proj")
+    return None, ()
+
+
+def _obstacle(module: nn.Module, kind: str, names: tuple[str, ...]) -> str | None:
+    projections = {name: getattr(module, name) for name in names}
+    if kind == GLU and "forward" in module.__dict__:
+        return "it has a forward of its own"
+    for name, projection in projections.items():
+        if type(projection) is not nn.Linear:
+            return f"{name} is a {type(projection).__name__}, not a plain linear layer"
+        if not projection.weight.is_floating_point():
+            return f"{name} is quantised ({projection.weight.dtype})"
+        if projection._forward_hooks or projection._forward_pre_hooks:
+            return f"{name} has forward hooks"
+        if "forward" in projection.__dict__:
+            return f"{name} has a forward of its own"
+    if len({projection.bias is None for projection in projections.values()}) != 1:
+        return "some projections have a bias and some have none"
+    if kind == GLU and any(projection.bias is not None for projection in projections.values()):
+        return "gate and up projections have a bias"
+    if kind == GLU and not is_silu(getattr(module, "act_fn", None)):
+        return f"activation {type(getattr(module, 'act_fn', None)).__name__} is not SiLU"
+    if len({(projection.weight.dtype, projection.in_features) for projection in projections.values()}) != 1:
+        return "projections differ in dtype or input size"
+    return None
