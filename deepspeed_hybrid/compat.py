@@ -22,6 +22,7 @@ __all__ = [
     "LinearAttentionLayer",
     "ModelCall",
     "StaticLayer",
+    "adapter_states",
     "bind_torch_gdn_without_gpu",
     "causal_model",
     "gdn_kernels",
@@ -50,6 +51,15 @@ def causal_model(module: nn.Module) -> nn.Module:
             f"model has a {type(config).__name__} adapter, which adds to the prompt; that is not supported"
         )
     return module.get_base_model()
+
+
+def adapter_states(model: nn.Module) -> tuple:
+    """Of every PEFT layer: its active adapters, whether they are disabled, and which are merged into the weight."""
+    return tuple(
+        (tuple(layer.active_adapters), bool(layer.disable_adapters), tuple(layer.merged_adapters))
+        for layer in model.modules()
+        if hasattr(layer, "merged_adapters") and hasattr(layer, "active_adapters")
+    )
 
 
 def is_silu(activation: object) -> bool:
@@ -214,7 +224,9 @@ class ModelCall:
                 "the longest row of a batch, so that a row would depend on its batch mates"
             )
         self.takes_mask_dict = "causal_mask_mapping" in inspect.unwrap(type(decoder).forward).__code__.co_varnames
-        self.dtype = decoder.embed_tokens.weight.dtype
+        self.embedding = decoder.embed_tokens
+        # The auxiliary loss of a mixture of experts is training's; it would read the mask, which here is a dict.
+        self.quiet_options = {"output_router_logits": False} if "output_router_logits" in parameters else {}
         self.forwards = 0
         self._cache_checked = False
 
@@ -249,6 +261,7 @@ class ModelCall:
             use_cache=True,
             logits_to_keep=1,
             **{self.cache_keyword: cache},
+            **self.quiet_options,
         )
         if not self._cache_checked:
             self._check(output, cache)
@@ -260,8 +273,9 @@ class ModelCall:
             mask = torch.ones(length, length, dtype=torch.bool, device=input_ids.device).tril_()[None, None]
             mask = mask.expand(input_ids.shape[0], -1, -1, -1)
         if mask is not None and self.additive_mask:
-            lowest = torch.finfo(self.dtype).min
-            mask = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, lowest)
+            dtype = self.embedding.weight.dtype
+            lowest = torch.finfo(dtype).min
+            mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, lowest)
         return {"full_attention": mask, "linear_attention": None} if self.takes_mask_dict else mask
 
     def _check(self, output, cache: Cache) -> None:

@@ -14,7 +14,7 @@ from deepspeed.runtime.rollout.base import RolloutEngine, RolloutRequest
 from deepspeed.runtime.rollout.base import SamplingConfig as BaseSamplingConfig
 from deepspeed.utils import logger
 
-from deepspeed_hybrid.compat import bind_torch_gdn_without_gpu, dense_mask_attention
+from deepspeed_hybrid.compat import adapter_states, bind_torch_gdn_without_gpu, dense_mask_attention
 from deepspeed_hybrid.config import HybridEngineRolloutConfig
 from deepspeed_hybrid.generation.arena import Arena
 from deepspeed_hybrid.generation.assemble import assemble, finished_row
@@ -139,6 +139,8 @@ class HybridEngineRollout(RolloutEngine):
         run, rounds = self._run, None
         try:
             while True:
+                if self._closed:
+                    raise RuntimeError("generate_iter() went on after shutdown()")
                 if run != self._run:
                     raise RuntimeError("generate_iter() was overtaken: another call has used its slots since")
                 if self._follow_weights() and rounds is not None and self._graphs is not None:
@@ -194,7 +196,9 @@ class HybridEngineRollout(RolloutEngine):
         if self._closed:
             raise RuntimeError("generate() was called after shutdown()")
         call = self._paths.call
-        self._follow_weights()
+        if self._follow_weights():
+            self._run += 1  # an iterator that is still open stood on what is released here
+            self._arena.release()  # another dtype or width would not fit its buffers
         prompts = check_prompts(
             request.prompt_ids, request.prompt_attention_mask, call.config.vocab_size, self._paths.device
         )
@@ -249,9 +253,12 @@ class HybridEngineRollout(RolloutEngine):
                 self._graphs.release()
         return changed
 
-    def _weight_addresses(self) -> tuple[int, ...]:
+    def _weight_addresses(self) -> tuple:
+        """What a captured step has baked in: places and layouts of the weights, and which adapters take part."""
         model = self._paths.call.model
-        return tuple(tensor.data_ptr() for tensors in (model.parameters(), model.buffers()) for tensor in tensors)
+        tensors = (tensor for source in (model.parameters(), model.buffers()) for tensor in source)
+        places = tuple((tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors)
+        return places, adapter_states(model)
 
     # ---------------------------------------------------------------------------------------------------- reports
 

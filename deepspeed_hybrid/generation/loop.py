@@ -143,7 +143,7 @@ def _admit(
     copies = [index for index in range(len(placed)) if owners[index] != index]
     if copies:
         arena.cache.fork(
-            torch.tensor([slots[owners[index]] for index in copies], device=device),
+            upload([slots[owners[index]] for index in copies], device),
             upload([slots[index] for index in copies], device),
         )
         place = {owner: index for index, owner in enumerate(first)}
@@ -190,7 +190,7 @@ class StopFlags:
         flags = self.state.active[: len(occupants)]
         event = None
         if self.asynchronous:
-            pinned = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+            pinned = torch.empty(flags.shape, dtype=flags.dtype, device="cpu", pin_memory=True)
             flags = pinned.copy_(flags, non_blocking=True)
             event = get_accelerator().Event()
             event.record()

@@ -249,4 +249,4 @@ def check_positions(lengths: list[int], max_new_tokens: int, max_positions: int 
 
 def fresh_seed() -> int:
     """A 63-bit seed from torch's default generator, so that torch.manual_seed reproduces a whole run."""
-    return int(torch.randint(2**63 - 1, (), dtype=torch.int64))
+    return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
