@@ -180,6 +180,8 @@ class HybridEngineRollout(RolloutEngine):
         with (
             torch.inference_mode(False),
             torch.no_grad(),
+            # Slots have the parameters' dtype, and a captured step must not hold autocast's copies of them.
+            torch.autocast(self._paths.device.type, enabled=False),
             bound(self._injection.bindings),
             dense_mask_attention(model),
         ):

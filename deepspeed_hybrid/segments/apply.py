@@ -37,7 +37,9 @@ def bound(bindings: list[Binding]) -> Iterator[None]:
     originals = []
     try:
         for binding in bindings:
-            originals.append((binding.module, binding.module.__dict__.get("forward")))
+            original = binding.module.__dict__.get("forward")
+            # Our own is there only if an interrupt struck while it was being taken back.
+            originals.append((binding.module, None if original is binding.forward else original))
             binding.module.__dict__["forward"] = binding.forward
         yield
     finally:

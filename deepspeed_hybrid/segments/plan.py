@@ -68,7 +68,8 @@ def _obstacle(module: nn.Module, kind: str, names: tuple[str, ...]) -> str | Non
         return "it has a forward of its own"
     for name, projection in projections.items():
         if type(projection) is not nn.Linear:
-            return f"{name} is a {type(projection).__name__}, not a plain linear layer"
+            kind_of = f"{type(projection).__module__}.{type(projection).__name__}"
+            return f"{name} is a {kind_of}, not a plain linear layer"
         if not projection.weight.is_floating_point():
             return f"{name} is quantised ({projection.weight.dtype})"
         if projection._forward_hooks or projection._forward_pre_hooks:

@@ -253,7 +253,7 @@ def test_asked_for_where_nothing_can_be_fused():
 
     message = str(caught.value)
     assert message.startswith("use_segki=True cannot be honoured: no segment can be injected")
-    assert all(f"{name} is a LoraLinear" in message for name in ("up_proj", "v_proj", "in_proj_a"))
+    assert all(f"{name} is a models.LoraLinear" in message for name in ("up_proj", "v_proj", "in_proj_a"))
     assert bound_modules(model) == []
 
     rollout = rollout_of(model)

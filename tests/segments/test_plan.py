@@ -276,7 +276,7 @@ def test_describe_shows_every_segment():
     assert rows["0", GLU].startswith("one product of gate_proj up_proj ") and rows["0", GLU].split()[-1] == "aliased"
     assert rows["2", GLU].startswith("one product of gate_proj up_proj ") and rows["2", GLU].split()[-1] == "packed"
     assert rows["3", ATTENTION].split()[:3] == ["left", "alone", "-"]
-    assert "k_proj is a LoraLinear" in rows["3", ATTENTION]
+    assert "k_proj is a models.LoraLinear" in rows["3", ATTENTION]
 
 
 def test_describe_shows_what_was_not_chosen():
