@@ -113,7 +113,7 @@ def new_cache(model: torch.nn.Module, slots: int = 2, capacity: int = 64) -> Sim
 @torch.no_grad()
 def by_hand(cache: SimpleNamespace, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Run ``forward`` with the layers bound to slots."""
-    injection = Injection(cache.model, [], fused_silu_mul_halves_reference, gdn_gates_reference)
+    injection = Injection(cache.model, None, False, fused_silu_mul_halves_reference, gdn_gates_reference)
     with bound(injection.bindings):
         return forward()
 
