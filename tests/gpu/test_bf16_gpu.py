@@ -8,38 +8,15 @@ import inspect
 import pytest
 import torch
 from models import Tokenizer, engine_of
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import Qwen3_5ForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from deepspeed_hybrid import HybridEngineRollout, HybridEngineRolloutConfig, RolloutRequest, SamplingConfig
+from deepspeed_hybrid.tools.models import load_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 PROMPT, ANSWER, ROWS = 96, 160, 4
-SHAPES_4B = dict(
-    vocab_size=248320,
-    hidden_size=2560,
-    intermediate_size=9216,
-    num_hidden_layers=32,
-    num_attention_heads=16,
-    num_key_value_heads=4,
-    head_dim=256,
-    linear_num_key_heads=16,
-    linear_num_value_heads=32,
-    linear_key_head_dim=128,
-    linear_value_head_dim=128,
-    tie_word_embeddings=True,
-    pad_token_id=None,
-    eos_token_id=None,
-    bos_token_id=None,
-    rope_parameters=dict(
-        rope_type="default",
-        rope_theta=1e7,
-        partial_rotary_factor=0.25,
-        mrope_section=[11, 11, 10],
-        mrope_interleaved=True,
-    ),
-)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +24,7 @@ def models():
     """The same weights in fp32 and bf16; slow decay and larger weights, so that the context matters."""
     torch.manual_seed(0)
     with torch.device("cuda"):
-        oracle = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SHAPES_4B)).eval()
+        oracle = Qwen3_5ForCausalLM(load_config("qwen3.5-4b")).eval()
     with torch.no_grad():
         for name, parameter in oracle.named_parameters():
             if name.endswith("A_log"):
@@ -56,7 +33,7 @@ def models():
                 parameter.mul_(1.5)
             parameter.copy_(parameter.bfloat16())  # both models hold the same numbers
     with torch.device("cuda"):
-        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SHAPES_4B)).to(torch.bfloat16).eval()
+        model = Qwen3_5ForCausalLM(load_config("qwen3.5-4b")).to(torch.bfloat16).eval()
     model.load_state_dict(oracle.state_dict())
     return oracle, model
 

@@ -10,10 +10,11 @@ import torch
 from harness import rollout_of
 from models import FAMILIES, LoraLinear, tiny_model
 from torch import nn
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import Qwen3_5ForCausalLM
 
 from deepspeed_hybrid.compat import text_model
 from deepspeed_hybrid.segments.plan import ATTENTION, GDN, GLU, Segment, plan_segments
+from deepspeed_hybrid.tools.models import load_config
 
 KINDS = (GLU, GDN, ATTENTION)
 SEPARATE = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
@@ -42,24 +43,8 @@ def first(segments: list[Segment], kind: str) -> Segment:
 @pytest.fixture(scope="module")
 def large():
     """Qwen3.5-4B without its weights."""
-    rope = dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25)
-    config = Qwen3_5TextConfig(
-        vocab_size=248320,
-        hidden_size=2560,
-        intermediate_size=9216,
-        num_hidden_layers=32,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        head_dim=256,
-        linear_num_key_heads=16,
-        linear_num_value_heads=32,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        tie_word_embeddings=True,
-        rope_parameters={**rope, "mrope_section": [11, 11, 10], "mrope_interleaved": True},
-    )
     with torch.device("meta"):
-        return Qwen3_5ForCausalLM(config)
+        return Qwen3_5ForCausalLM(load_config("qwen3.5-4b"))
 
 
 def test_plan_of_qwen3_5_4b(large):
