@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deepspeed_hybrid.config import BACKENDS
-from deepspeed_hybrid.tools.bench import bench_decode
+from deepspeed_hybrid.tools.bench import SEGKI_CHOICES, bench_decode
 from deepspeed_hybrid.tools.demo import demo
 from deepspeed_hybrid.tools.doctor import doctor
 from deepspeed_hybrid.tools.models import DEMO_SIZES, PRESETS
@@ -78,6 +78,10 @@ def _add_bench(commands) -> None:
     decode.add_argument("--new", type=_positive, default=512, help="new tokens a row (default: %(default)s)")
     decode.add_argument("--runs", type=_positive, default=3, help="timed calls a batch size (default: %(default)s)")
     decode.add_argument("--seed", type=int, default=0, help="of weights and prompts (default: %(default)s)")
+    decode.add_argument(
+        "--segki", choices=SEGKI_CHOICES, default="on", help="segment kernels; both: one after the other (default: on)"
+    )
+    decode.add_argument("--kernels", action="store_true", help="also the kernels of a step by kind (on a GPU)")
     decode.add_argument("--out", type=Path, metavar="FILE.json", help="write the rows there")
     decode.add_argument("--plot", type=Path, metavar="FILE.png", help="draw tokens/s over the batch size")
 
@@ -115,6 +119,8 @@ def _bench_decode(options: argparse.Namespace) -> int:
         options.new,
         options.runs,
         options.seed,
+        options.segki,
+        options.kernels,
         options.out,
         options.plot,
     )

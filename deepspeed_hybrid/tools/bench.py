@@ -14,15 +14,23 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from deepspeed_hybrid.compat import layer_kinds, text_config
+from deepspeed_hybrid.config import HybridEngineRolloutConfig
 from deepspeed_hybrid.generation.batch import RolloutBatch, RolloutRequest, SamplingConfig
 from deepspeed_hybrid.rollout import HybridEngineRollout
 from deepspeed_hybrid.tools import results
+from deepspeed_hybrid.tools.breakdown import step_breakdown
 from deepspeed_hybrid.tools.device import has_cuda
 from deepspeed_hybrid.tools.models import build_model, load_config
 from deepspeed_hybrid.tools.process import quiet
 
 READ_BYTES, READS = 4 * 2**30, 10
+SEGKI_CHOICES: dict[str, list[bool | None]] = {
+    "on": [None],
+    "off": [False],
+    "both": [False, None],
+}  # None: on where anything can be fused
 HEADINGS = {
+    "segki": "segki",
     "batch": "batch",
     "prompt": "prompt",
     "new": "new",
@@ -53,6 +61,8 @@ def bench_decode(
     new: int,
     runs: int,
     seed: int,
+    segki: str,
+    kernels: bool,
     out: Path | None,
     plot: Path | None,
 ) -> int:
@@ -64,6 +74,8 @@ def bench_decode(
         prompt, new: tokens a row.
         runs: timed calls a measurement; the median counts, and the spread is (max - min) / median.
         seed: of weights and prompts.
+        segki: a key of SEGKI_CHOICES; 'both' times a batch without and with segments, one after the other.
+        kernels: also count and time the kernels of a step by kind (on a GPU).
         out, plot: files to write, or None.
 
     Returns:
@@ -73,32 +85,59 @@ def bench_decode(
     config = load_config(model_config)
     config.eos_token_id = None  # every row runs to its full length
     model = build_model(config, seed)
-    rollout = HybridEngineRollout(SimpleNamespace(module=model), SimpleNamespace(pad_token_id=0, eos_token_id=None))
-    print(rollout.describe())
+    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=None)
+    rollouts = [
+        HybridEngineRollout(SimpleNamespace(module=model), tokenizer, HybridEngineRolloutConfig(use_segki=use))
+        for use in SEGKI_CHOICES[segki]
+    ]
+    print(rollouts[-1].describe())
     bandwidth = read_bandwidth() if has_cuda() else None
     if bandwidth:
         print(f"read bandwidth: {bandwidth / 1e12:.2f} TB/s")
 
-    sizes, rows = step_bytes(model), []
+    sizes = step_bytes(model)
+    rows: list[dict] = []
     sampling = SamplingConfig(max_new_tokens=new, temperature=0.0)
     for batch in batches:
         request = random_request(batch, prompt, model, seed)
-        if not _repeats(rollout, request, sampling):
-            print(f"batch {batch}: two greedy calls gave different tokens, so nothing is timed")
-            return 1
-        seconds = [_seconds(rollout, request, sampling) for _ in range(runs)]
         floor = sizes.total(batch, prompt + new / 2) / bandwidth if bandwidth else None
-        rows.append(decode_row(batch, prompt, new, seconds, floor))
-        if len(rows) == 1:
-            print(_line({name: heading for name, heading in HEADINGS.items() if name in rows[0]}))
-        print(_line(rows[-1]), flush=True)
-    rollout.shutdown()
+        for rollout in rollouts:
+            if not _repeats(rollout, request, sampling):
+                print(f"batch {batch}: two greedy calls gave different tokens, so nothing is timed")
+                return 1
+            seconds = [_seconds(rollout, request, sampling) for _ in range(runs)]
+            row = {
+                "segki": "off" if rollout.cfg.use_segki is False else "on",
+                **decode_row(batch, prompt, new, seconds, floor),
+            }
+            if not rows:
+                print(_line({name: heading for name, heading in HEADINGS.items() if name in row}))
+            print(_line(row), flush=True)
+            if kernels and has_cuda():
+                row["kernels"] = _kernels(rollout, request)
+            rows.append(row)
+            rollout.release_memory()
+    for rollout in rollouts:
+        rollout.shutdown()
 
     if out is not None:
         results.write_json(out, results.measurement(f"greedy decode, {model_config}", rows))
     if plot is not None:
-        results.draw(plot, batches, {model_config: [row["tok_s"] for row in rows]}, "rows", "tokens/s", log=True)
+        lines = {
+            f"{model_config}, segki {mode}": [row["tok_s"] for row in rows if row["segki"] == mode]
+            for mode in dict.fromkeys(row["segki"] for row in rows)
+        }
+        results.draw(plot, batches, lines, "rows", "tokens/s", log=True)
     return 0
+
+
+def _kernels(rollout: HybridEngineRollout, request: RolloutRequest) -> list[dict]:
+    shares = step_breakdown(lambda new: rollout.generate(request, SamplingConfig(max_new_tokens=new, temperature=0.0)))
+    total = sum(share.us for share in shares)
+    print(f"    {sum(share.count for share in shares):.0f} kernels a step, {total / 1000:.3f} ms in them")
+    for share in shares:
+        print(f"    {share.kind:12} {share.count:7.1f} {share.us:9.1f} us")
+    return [{"kind": share.kind, "count": round(share.count, 1), "us": round(share.us, 1)} for share in shares]
 
 
 def decode_row(batch: int, prompt: int, new: int, seconds: list[float], floor: float | None) -> dict:

@@ -9,7 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -39,7 +39,7 @@ def write_json(path: Path, result: dict) -> None:
 
 
 def draw(
-    path: Path, x: Sequence[float], lines: dict[str, Sequence[float]], xlabel: str, ylabel: str, log: bool = False
+    path: Path, x: Sequence[float], lines: Mapping[str, Sequence[float]], xlabel: str, ylabel: str, log: bool = False
 ) -> bool:
     """A line plot as PNG. False, and a line that says why, where matplotlib is missing.
 

@@ -4,6 +4,7 @@
 """Captured decode steps on a GPU: eager's tokens, one capture, no host sync, the weights of now."""
 
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from harness import answers, assert_same_answers, greedy, prompt, rollout_of
 from models import Tokenizer, ragged_prompts, solo, tiny_model
 
 from deepspeed_hybrid import HybridEngineRollout, RolloutRequest, SamplingConfig
+from deepspeed_hybrid.tools.models import build_model, load_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -204,6 +206,38 @@ def test_steps_do_not_wait_for_the_device(use_graph, options):
     batch = rollout.generate(RolloutRequest(*prompts), config)
     assert len(guarded) == 23
     assert_same_batch(batch, expected)
+
+
+def test_the_device_does_not_wait_between_replays():
+    """Events around every replay: what lies between two of them is no more than a launch takes."""
+    config = load_config("qwen3.5-4b")
+    config.num_hidden_layers, config.vocab_size, config.eos_token_id = 8, 8192, None
+    rollout = captured(build_model(config, seed=0))
+    prompts = ragged_prompts([3, 7, 5, 9])
+    greedy(rollout, prompts, 100)
+    begin, events = rollout._arena.begin, []
+
+    def begin_timed(plan):
+        step = begin(plan)
+
+        def run() -> None:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            step()
+            end.record()
+            events.append((start, end))
+
+        return run
+
+    rollout._arena.begin = begin_timed
+    greedy(rollout, prompts, 100)
+    torch.cuda.synchronize()
+    assert len(events) == 99
+    steps = [start.elapsed_time(end) for start, end in events]
+    gaps = [before[1].elapsed_time(after[0]) for before, after in zip(events, events[1:], strict=False)]
+    print(f"median step {statistics.median(steps):.4f} ms, gap {statistics.median(gaps):.4f} ms, max {max(gaps):.4f}")
+    assert statistics.median(gaps) < 0.02
+    assert sum(gaps) < 0.03 * sum(steps)
 
 
 @pytest.mark.parametrize("poll_every", [1, 3, 8, 64])

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from deepspeed_hybrid import HybridEngineRolloutConfig
 from deepspeed_hybrid.cli import build_parser, main
 from deepspeed_hybrid.paths import resolve_paths
-from deepspeed_hybrid.tools import bench, checks, demo, doctor, results
+from deepspeed_hybrid.tools import bench, breakdown, checks, demo, doctor, results
 from deepspeed_hybrid.tools.device import has_cuda
 from deepspeed_hybrid.tools.models import load_config, shrunk
 
@@ -202,7 +202,35 @@ def test_bench_writes_its_rows(tmp_path, capsys):
         assert {"tok_s", "ms_step", "spread_pct"} <= set(row)
         assert row["tok_s"] * row["ms_step"] == pytest.approx(1000 * row["batch"], rel=0.01)
     assert plot.read_bytes().startswith(PNG)
-    assert len(re.findall(r"^ +[13] +5 +4 ", capsys.readouterr().out, re.MULTILINE)) == 2
+    assert len(re.findall(r"^ +on +[13] +5 +4 ", capsys.readouterr().out, re.MULTILINE)) == 2
+
+
+def test_bench_times_with_and_without_segments(tmp_path):
+    table = tmp_path / "decode.json"
+    arguments = ["--batch", "1,2", "--prompt", "5", "--new", "4", "--runs", "1", "--segki", "both", "--out", table]
+    assert main(["bench", "decode", *map(str, arguments)]) == 0
+    rows = json.loads(table.read_text())["rows"]
+    assert [(row["batch"], row["segki"]) for row in rows] == [(1, "off"), (1, "on"), (2, "off"), (2, "on")]
+
+
+def test_breakdown_is_of_the_steps_between_two_calls(monkeypatch):
+    """A prefill is in both calls and cancels; kernels are summed by kind."""
+
+    def device_time(generate, tokens):
+        generate(tokens)
+        steps = tokens - 1
+        return {
+            "nvjet_hsh_64x8": (10 + 3 * steps, 100.0 + 6.0 * steps),
+            "void gemv2T_kernel": (steps, 2.0 * steps),
+            "void ds_hybrid::(anonymous namespace)::scan_chunk<float, false>": (1 + steps, 5.0 * steps),
+            "chunk_of_the_prefill": (4, 9.0),
+        }
+
+    asked: list[int] = []
+    monkeypatch.setattr(breakdown, "_device_time", device_time)
+    shares = breakdown.step_breakdown(asked.append)
+    assert asked == [breakdown.FEW, breakdown.MANY]
+    assert [(share.kind, share.count, share.us) for share in shares] == [("product", 4, 8.0), ("choice", 1, 5.0)]
 
 
 def test_bench_times_nothing_that_does_not_repeat(tmp_path, monkeypatch, capsys):

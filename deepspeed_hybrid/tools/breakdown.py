@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Where a decode step spends its time: kernels by kind, from the profiler's device events."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+FEW, MANY = 4, 12  # tokens of the two profiled calls; their difference has no prefill in it
+
+# kind -> any of these in a kernel's name, in the order they are asked
+KINDS = {
+    "choice": ("scan_chunk", "finish_row"),
+    "gdn scan": ("fused_recurrent", "gated_delta", "gdn_decode"),
+    "gdn gates": ("gdn_gates",),
+    "conv": ("conv",),
+    "attention": ("attention", "fmha", "flash", "attn", "softmax"),
+    "silu * up": ("silu_mul",),
+    "product": ("gemm", "gemv", "nvjet", "cutlass", "splitk", "skinny"),
+    "copy": ("copy", "memcpy", "memset", "fillfunctor", "catarray"),
+    "index": ("index", "gather", "scatter", "embedding"),
+    "reduce": ("reduce",),
+    "elementwise": ("elementwise",),
+}
+
+
+@dataclass(frozen=True)
+class KernelShare:
+    """Kernels of one kind in one decode step."""
+
+    kind: str
+    count: float
+    us: float
+
+
+def kind_of(kernel: str) -> str:
+    """The kind of a kernel, by its name; 'other' where no name is known."""
+    lowered = kernel.lower()
+    return next((kind for kind, names in KINDS.items() if any(name in lowered for name in names)), "other")
+
+
+def step_breakdown(generate: Callable[[int], object]) -> list[KernelShare]:
+    """Kernels and device microseconds of one decode step, the longest kind first.
+
+    Args:
+        generate: answers a fixed request with as many tokens as it is told, warm already.
+    """
+    few, many = _device_time(generate, FEW), _device_time(generate, MANY)
+    shares: dict[str, tuple[float, float]] = {}
+    for name, (count, us) in many.items():
+        before_count, before_us = few.get(name, (0, 0.0))
+        kind = kind_of(name)
+        total_count, total_us = shares.get(kind, (0.0, 0.0))
+        shares[kind] = (total_count + count - before_count, total_us + us - before_us)
+    steps = MANY - FEW
+    rows = [KernelShare(kind, count / steps, us / steps) for kind, (count, us) in shares.items() if count]
+    return sorted(rows, key=lambda row: -row.us)
+
+
+def _device_time(generate: Callable[[int], object], tokens: int) -> dict[str, tuple[int, float]]:
+    """Kernel name -> how often it ran, and for how long in microseconds."""
+    generate(tokens)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        generate(tokens)
+        torch.cuda.synchronize()
+    return {event.key: (event.count, event.self_device_time_total) for event in profiler.key_averages()}
