@@ -138,6 +138,9 @@ class GdnKernels:
 def gdn_kernels(mixer: nn.Module) -> GdnKernels:
     """FLA's kernels for a layer on CUDA, transformers' torch functions elsewhere.
 
+    FLA's chunk kernels round fp32 products to TF32. Where torch may not do so, fp32 layers are prefilled by the
+    recurrent kernel, which has no such product: slower on long prompts, and exact.
+
     Raises:
         RuntimeError: the layer is on CUDA and FLA cannot be imported; the cause is named.
     """
@@ -156,11 +159,13 @@ def gdn_kernels(mixer: nn.Module) -> GdnKernels:
             "GatedDeltaNet layers on CUDA need flash-linear-attention, which cannot be imported: "
             f"{type(cause).__name__}: {cause}. Install it with: pip install flash-linear-attention"
         ) from cause
+    recurrent = fla.fused_recurrent_gated_delta_rule
+    exact = mixer.out_proj.weight.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     return GdnKernels(
-        chunk=fla.chunk_gated_delta_rule,
-        recurrent=fla.fused_recurrent_gated_delta_rule,
+        chunk=recurrent if exact else fla.chunk_gated_delta_rule,
+        recurrent=recurrent,
         grouped=True,
-        source="flash-linear-attention",
+        source="flash-linear-attention" + (", prefill without TF32" if exact else ""),
     )
 
 

@@ -3,6 +3,10 @@
 # DeepSpeed Team
 """Tiny models whose output depends on the whole context, ragged prompts, and Hugging Face as the oracle."""
 
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
@@ -157,6 +161,21 @@ def ragged_prompts(lengths: list[int], width: int | None = None, seed: int = 1) 
     return ids, mask
 
 
+@contextmanager
+def torch_scans(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, Hugging Face's GatedDeltaNet layers use torch functions: FLA's chunk kernels round fp32 to TF32."""
+    modules = {sys.modules[type(module).__module__] for module in model.modules() if hasattr(module, "A_log")}
+    names = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+    bound = [(module, name, getattr(module, name)) for module in modules for name in names]
+    try:
+        for module, name, function in bound:
+            setattr(module, name, inspect.unwrap(function))
+        yield
+    finally:
+        for module, name, function in bound:
+            setattr(module, name, function)
+
+
 @torch.no_grad()
 def solo(
     model: torch.nn.Module, prompt: torch.Tensor, new_tokens: int, stops: set[int] = frozenset()
@@ -172,7 +191,8 @@ def solo(
     fed = prompt[None, :]
     cacheless = set(getattr(model.config, "layer_types", None) or ()) == {"linear_attention"}
     for _ in range(new_tokens):
-        output = model(input_ids=fed, use_cache=not cacheless, **cache)
+        with torch_scans(model):
+            output = model(input_ids=fed, use_cache=not cacheless, **cache)
         row = output.logits[0, -1].float()
         token = row.argmax()[None, None]
         if cacheless:

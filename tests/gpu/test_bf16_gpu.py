@@ -3,13 +3,10 @@
 # DeepSpeed Team
 """bf16 on the shapes of Qwen3.5-4B: no further from an fp32 oracle than Hugging Face's own bf16 forward."""
 
-import inspect
-
 import pytest
 import torch
-from models import Tokenizer, engine_of
+from models import Tokenizer, engine_of, torch_scans
 from transformers import Qwen3_5ForCausalLM
-from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from deepspeed_hybrid import HybridEngineRollout, HybridEngineRolloutConfig, RolloutRequest, SamplingConfig
 from deepspeed_hybrid.tools.models import load_config
@@ -92,18 +89,13 @@ def forced_logits(rollout, request, sequence) -> tuple[torch.Tensor, torch.Tenso
 
 def oracle_logits(oracle, ids) -> torch.Tensor:
     """fp32 logits with transformers' torch scans and no TF32."""
-    names = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
-    bound = {name: getattr(modeling_qwen3_5, name) for name in names}
     tf32 = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        torch.backends.cuda.matmul.allow_tf32 = False
-        for name, function in bound.items():
-            setattr(modeling_qwen3_5, name, inspect.unwrap(function))
-        return oracle(ids, logits_to_keep=ANSWER + 1).logits[:, :-1]
+        with torch_scans(oracle):
+            return oracle(ids, logits_to_keep=ANSWER + 1).logits[:, :-1]
     finally:
         torch.backends.cuda.matmul.allow_tf32 = tf32
-        for name, function in bound.items():
-            setattr(modeling_qwen3_5, name, function)
 
 
 def logprobs(logits, ids) -> torch.Tensor:

@@ -178,6 +178,7 @@ def test_least_recently_used_graph_is_dropped_and_captured_again():
     assert rollout._graphs.captures == 6
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("use_graph", [True, False], ids=["replayed", "eager"])
 @pytest.mark.parametrize("options", KINDS, ids=str)
 def test_steps_do_not_wait_for_the_device(use_graph, options):
