@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""One token through a GatedDeltaNet layer, from the input projection to the output projection, as one op.
+
+The short conv's window is a ring: the value that entered the conv at sequence position p lies in column p % K. A token
+then overwrites one column instead of shifting all of them, and programs that share channels need not wait for each
+other. The rest of the package may keep a window in the order of time, whose last column is the latest token;
+:func:`ring_from_window` and :func:`window_from_ring` go from one to the other.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from deepspeed_hybrid.ops.gdn_gates import gdn_gates_reference
+from deepspeed_hybrid.ops.inference import refusing_gradients
+
+MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+WEIGHT_DTYPES = (*MODEL_DTYPES, torch.float64)
+MAX_CONV_KERNEL = 8
+L2_EPS = 1e-6  # under the root when q and k are normalised
+
+# Shapes: B rows, S slots, C conv channels, K conv kernel, HK/HV key/value heads, DK/DV their dims.
+
+
+class GdnSizes(NamedTuple):
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def columns(self) -> list[int]:
+        """Widths of qkv, z, b and a in ``projected``."""
+        return [self.channels, self.value_heads * self.value_dim, self.value_heads, self.value_heads]
+
+
+def ring_from_window(window: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """The ring that holds the same tokens as a window in the order of time.
+
+    Args:
+        window: [B, C, K], whose last column is the token at position ``lengths - 1``; zeros before position 0.
+        lengths: [B] int64, tokens so far.
+
+    Returns:
+        [B, C, K], contiguous.
+    """
+    return _turned(window, -lengths)
+
+
+def window_from_ring(ring: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The window in the order of time that holds the same tokens as a ring; undoes :func:`ring_from_window`.
+
+    Args:
+        ring: [B, C, K].
+        positions: [B] int64, tokens so far: the last column returned is the token at ``positions - 1``.
+
+    Returns:
+        [B, C, K], contiguous.
+    """
+    return _turned(ring, positions)
+
+
+def _turned(columns: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """Column j of a row is its column j + by, around the end."""
+    kernel = columns.shape[-1]
+    source = (torch.arange(kernel, device=columns.device) + by[:, None]) % kernel
+    return columns.gather(2, source[:, None, :].expand(columns.shape))
+
+
+def gdn_decode_reference(
+    projected: torch.Tensor,
+    window: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    position: torch.Tensor,
+    parked: torch.Tensor,
+    key_heads: int,
+) -> torch.Tensor:
+    """What :func:`gdn_decode` does, in plain torch on any device."""
+    sizes = checked_sizes(
+        projected, window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, position, parked, key_heads
+    )
+    rows, key_width = projected.shape[0], sizes.key_heads * sizes.key_dim
+    window, state = window[:rows], state[:rows]
+    raw, z, b, a = projected.split(sizes.columns, dim=-1)
+
+    column = (position % sizes.conv_kernel)[:, None, None].expand(-1, sizes.channels, 1)
+    ring = window.scatter(2, column, raw[:, :, None])
+    mixed = (window_from_ring(ring, position + 1).float() * conv_weight.float()).sum(-1)
+    mixed = F.silu(mixed if conv_bias is None else mixed + conv_bias.float())
+
+    query, key, value = mixed.split([key_width, key_width, sizes.value_heads * sizes.value_dim], dim=-1)
+    query = _key_heads_for_values(query, sizes) * sizes.key_dim**-0.5
+    key = _key_heads_for_values(key, sizes)
+    value = value.reshape(rows, sizes.value_heads, sizes.value_dim)
+
+    beta, g = (gate[:, 0, :, None] for gate in gdn_gates_reference(b[:, None], a[:, None], A_log, dt_bias, None))
+    memory = state.float() * g.exp()[..., None]
+    delta = (value - (memory * key[..., None]).sum(-2)) * beta
+    memory = memory + key[..., None] * delta[..., None, :]
+    core = (memory * query[..., None]).sum(-2)
+
+    core = core * torch.rsqrt(core.square().mean(-1, keepdim=True) + eps) * norm_weight.float()
+    out = core * F.silu(z.float()).reshape(core.shape)
+
+    window.copy_(torch.where(parked[:, None, None], window, ring))
+    state.copy_(torch.where(parked[:, None, None, None], state, memory.to(state.dtype)))
+    return out.flatten(1).masked_fill(parked[:, None], 0.0).to(projected.dtype)
+
+
+def _key_heads_for_values(flat: torch.Tensor, sizes: GdnSizes) -> torch.Tensor:
+    """[B, HK * DK] -> [B, HV, DK]: each head normalised, and repeated for the value heads that share it."""
+    heads = flat.reshape(-1, sizes.key_heads, sizes.key_dim)
+    heads = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + L2_EPS)
+    return heads.repeat_interleave(sizes.value_heads // sizes.key_heads, dim=1)
+
+
+@torch.library.custom_op("deepspeed_hybrid::gdn_decode", mutates_args=("window", "state"), device_types="cuda")
+def gdn_decode_op(
+    projected: torch.Tensor,
+    window: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    position: torch.Tensor,
+    parked: torch.Tensor,
+    key_heads: int,
+) -> torch.Tensor:
+    """:func:`gdn_decode` without the refusal of gradients."""
+    from deepspeed_hybrid.ops.triton.gdn_decode import launch  # here, because a torch for CPUs has no Triton
+
+    return launch(
+        projected, window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps, position, parked, key_heads
+    )
+
+
+@gdn_decode_op.register_fake
+def _(
+    projected, window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps, position, parked, key_heads
+) -> torch.Tensor:
+    return projected.new_empty(projected.shape[0], state.shape[1] * state.shape[3])
+
+
+gdn_decode_op.register_kernel("cpu")(gdn_decode_reference)
+
+
+@refusing_gradients("gdn_decode")
+def gdn_decode(
+    projected: torch.Tensor,
+    window: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    position: torch.Tensor,
+    parked: torch.Tensor,
+    key_heads: int,
+) -> torch.Tensor:
+    """Short conv, gates, gated delta rule and gated norm for one new token a row; window and state change in place.
+
+    Row b uses slot b. All arithmetic is fp32; the output is rounded once, and the state once where it is bf16. Hugging
+    Face rounds to the model's dtype after the conv, after the scan and before the norm's weight.
+
+    On CUDA this is one launch, in which every state is read once and written once, without a host sync; the first call
+    for a set of sizes and dtypes compiles it. A row's bits are the same in any batch. On a CPU it is
+    :func:`gdn_decode_reference`. There is no gradient.
+
+    Args:
+        projected: [B, N] fp32, bf16 or fp16, contiguous in the last dimension; the columns are qkv (C = 2 * HK * DK +
+            HV * DV, in this order), z (HV * DV), b (HV) and a (HV).
+        window: [S, C, K] ring in projected's dtype, updated; columns of tokens before position 0 are zeros.
+        conv_weight: [C, K] of any float dtype; the last tap is for the new token.
+        conv_bias: [C] of any float dtype, or None.
+        A_log, dt_bias: [HV] of any float dtype.
+        state: [S, HV, DK, DV] fp32 or bf16, updated.
+        norm_weight: [DV] of any float dtype.
+        eps: of the norm.
+        position: [B] int64, the new token's place in its sequence, 0 for the first.
+        parked: [B] bool, rows of which nothing changes and whose output is zeros, whatever they hold.
+        key_heads: HK; value head h reads key head h // (HV / HK).
+
+    Returns:
+        [B, HV * DV] in projected's dtype, contiguous.
+
+    Raises:
+        RuntimeError: an argument of another dtype, shape, layout or device; nothing was changed.
+    """
+    return gdn_decode_op(
+        projected, window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps, position, parked, key_heads
+    )
+
+
+def checked_sizes(
+    projected: torch.Tensor,
+    window: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    norm_weight: torch.Tensor,
+    position: torch.Tensor,
+    parked: torch.Tensor,
+    key_heads: int,
+) -> GdnSizes:
+    """The layer's sizes, from arguments that fit each other; otherwise a RuntimeError that names one."""
+    for name, tensor, dims in (("projected", projected, 2), ("window", window, 3), ("state", state, 4)):
+        if tensor.dim() != dims:
+            raise RuntimeError(f"{name} must have {dims} dimensions, got shape {tuple(tensor.shape)}")
+    rows, channels, kernel = projected.shape[0], window.shape[1], window.shape[2]
+    slots, value_heads, key_dim, value_dim = state.shape
+    if key_heads < 1 or value_heads % key_heads:
+        raise RuntimeError(f"key_heads must divide the {value_heads} value heads of state, got {key_heads}")
+    if not 1 <= kernel <= MAX_CONV_KERNEL:
+        raise RuntimeError(f"window must have 1 to {MAX_CONV_KERNEL} columns, got {kernel}")
+    sizes = GdnSizes(key_heads, value_heads, key_dim, value_dim, kernel)
+    if channels != sizes.channels:
+        raise RuntimeError(f"window must have {sizes.channels} channels to fit state and key_heads, got {channels}")
+    if projected.stride(1) != 1:
+        raise RuntimeError("the last dimension of projected must be contiguous")
+    for name, tensor in (("window", window), ("state", state)):
+        if tensor.shape[0] < rows:
+            raise RuntimeError(f"{name} must have a slot for each of the {rows} rows, got {tensor.shape[0]}")
+
+    expected = {
+        "projected": (projected, (rows, sum(sizes.columns)), MODEL_DTYPES),
+        "window": (window, (window.shape[0], channels, kernel), (projected.dtype,)),
+        "conv_weight": (conv_weight, (channels, kernel), WEIGHT_DTYPES),
+        "conv_bias": (conv_bias, (channels,), WEIGHT_DTYPES),
+        "A_log": (A_log, (value_heads,), WEIGHT_DTYPES),
+        "dt_bias": (dt_bias, (value_heads,), WEIGHT_DTYPES),
+        "state": (state, (slots, value_heads, key_dim, value_dim), STATE_DTYPES),
+        "norm_weight": (norm_weight, (value_dim,), WEIGHT_DTYPES),
+        "position": (position, (rows,), (torch.int64,)),
+        "parked": (parked, (rows,), (torch.bool,)),
+    }
+    for name, (tensor, shape, dtypes) in expected.items():
+        if tensor is None:
+            continue
+        if tensor.dtype not in dtypes:
+            accepted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise RuntimeError(f"{name} must be {accepted}, got {tensor.dtype}")
+        if tensor.shape != shape:
+            raise RuntimeError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+        if tensor is not projected and not tensor.is_contiguous():
+            raise RuntimeError(f"{name} must be contiguous, got strides {tensor.stride()}")
+        if tensor.device != projected.device:
+            raise RuntimeError(f"{name} is on {tensor.device}, projected on {projected.device}")
+    return sizes

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""The Triton kernel of gdn_decode, and its launch."""
+
+import torch
+import triton
+import triton.language as tl
+
+from deepspeed_hybrid.ops.gdn_decode import L2_EPS, checked_sizes
+
+# One choice for every batch: the order in which a sum over DK is added up follows from the number of warps, so that a
+# choice by batch would make the bits of a row depend on its batch mates. With a [128, 128] tile a thread holds 64
+# numbers of it, and 128 registers are what lets a multiprocessor hold two programs, one loading while one computes.
+OPTIONS = {"num_warps": 8, "maxnreg": 128}
+
+
+@triton.jit
+def _sigmoid(x):
+    """Through exp of what is never positive, which cannot overflow."""
+    small = tl.exp(-tl.abs(x))
+    return tl.where(x >= 0, 1.0, small) / (1.0 + small)
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + exp(x)), and x itself above 20 as in torch, with its tail where 1 + exp(x) rounds to 1.
+
+    Around there log(u) has the error of rounding u = 1 + small, which small / (u - 1) takes out again.
+    """
+    small = tl.exp(-tl.abs(x))
+    u = 1.0 + small
+    tail = tl.where(u == 1.0, small, tl.log(u) * (small / tl.where(u == 1.0, 1.0, u - 1.0)))
+    return tl.where(x > 20.0, x, tl.maximum(x, 0.0) + tail)
+
+
+@triton.jit
+def _parts(values, TILE: tl.constexpr):
+    """The four quarters of a vector of 4 * TILE."""
+    low, high = tl.split(tl.permute(tl.reshape(values, [2, 2, TILE]), (2, 1, 0)))
+    q, k = tl.split(low)
+    v, z = tl.split(high)
+    return q, k, v, z
+
+
+# Of all pointers only state is read in vectors, so that where the others happen to be aligned is no reason to compile
+# again, and in the middle of a capture.
+@triton.jit(
+    do_not_specialize=["projected_stride"],
+    do_not_specialize_on_alignment=[
+        "projected",
+        "window",
+        "conv_weight",
+        "conv_bias",
+        "A_log",
+        "dt_bias",
+        "norm_weight",
+        "position",
+        "parked",
+        "out",
+    ],
+)
+def gdn_decode_kernel(
+    projected,
+    projected_stride,
+    window,
+    conv_weight,
+    conv_bias,
+    A_log,
+    dt_bias,
+    state,
+    norm_weight,
+    eps,
+    position,
+    parked,
+    out,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CONV_KERNEL: tl.constexpr,
+    TILE: tl.constexpr,
+    L2_EPSILON: tl.constexpr,
+):
+    """One program for a row and a value head; its [DK, DV] state stays in registers from the load to the store.
+
+    No program reads what another writes. The conv reads columns p-1 .. p-K+1 (mod K) of the window and takes the token
+    at p from ``projected``; what is written is column p % K, which holds the token at p-K and which nobody reads any
+    more. So value heads that share a query and key head may run in any order. Each channel has one writer: of q and k
+    the first value head of the group, of v its own.
+    """
+    GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+    VALUES: tl.constexpr = VALUE_HEADS * VALUE_DIM
+    CHANNELS: tl.constexpr = 2 * KEYS + VALUES
+
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)  # a slot times its size can pass 2^31
+    key_head = head // GROUP
+    within = tl.arange(0, TILE)
+    key_mask = within < KEY_DIM
+    value_mask = within < VALUE_DIM
+    value_place = head * VALUE_DIM + within
+    out_place = out + row * VALUES + value_place
+
+    if tl.load(parked + row):
+        tl.store(out_place, tl.zeros([TILE], dtype=out.dtype.element_ty), mask=value_mask)
+        return
+
+    projected += row * projected_stride
+    window += row * (CHANNELS * CONV_KERNEL)
+    now = (tl.load(position + row) % CONV_KERNEL).to(tl.int32)
+    b = tl.load(projected + CHANNELS + VALUES + head).to(tl.float32)
+    a = tl.load(projected + CHANNELS + VALUES + VALUE_HEADS + head).to(tl.float32)
+    a += tl.load(dt_bias + head).to(tl.float32)
+    rate = tl.exp(tl.load(A_log + head).to(tl.float32))
+
+    # All that the program waits for is asked for before anything is computed, the state among the first.
+    state_place = state + (row * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM)
+    state_place += within[:, None] * VALUE_DIM + within[None, :]
+    state_mask = key_mask[:, None] & value_mask[None, :]
+    memory = tl.load(state_place, mask=state_mask, other=0.0).to(tl.float32)
+
+    # q, k, v and z of the head in one vector: z shares the SiLU, and there is work for every thread. A vector shorter
+    # than the program has threads Triton would load and convolve again in every thread that needs an element.
+    lane = tl.arange(0, 4 * TILE)
+    part, inside = lane // TILE, lane % TILE
+    start = tl.where(part < 2, part * KEYS + key_head * KEY_DIM, 2 * KEYS + (part - 2) * VALUES + head * VALUE_DIM)
+    present = inside < tl.where(part < 2, KEY_DIM, VALUE_DIM)
+    convolved = present & (part < 3)
+    channel = start + inside
+    raw = tl.load(projected + channel, mask=present, other=0.0)
+    taps = conv_weight + channel * CONV_KERNEL
+    total = raw.to(tl.float32) * tl.load(taps + CONV_KERNEL - 1, mask=convolved, other=1.0).to(tl.float32)
+    for back in tl.static_range(1, CONV_KERNEL):
+        column = (now + CONV_KERNEL - back) % CONV_KERNEL
+        earlier = tl.load(window + channel * CONV_KERNEL + column, mask=convolved, other=0.0).to(tl.float32)
+        total += earlier * tl.load(taps + CONV_KERNEL - 1 - back, mask=convolved, other=0.0).to(tl.float32)
+    if conv_bias is not None:
+        total += tl.load(conv_bias + channel, mask=convolved, other=0.0).to(tl.float32)
+    writer = convolved & ((part == 2) | (head % GROUP == 0))
+    tl.store(window + channel * CONV_KERNEL + now, raw, mask=writer)
+    q, k, v, gate = _parts(total * _sigmoid(total), TILE)
+
+    q *= tl.rsqrt(tl.sum(q * q) + L2_EPSILON) * (KEY_DIM**-0.5)
+    k *= tl.rsqrt(tl.sum(k * k) + L2_EPSILON)
+
+    memory *= tl.exp(-rate * _softplus(a))
+    delta = (v - tl.sum(memory * k[:, None], axis=0)) * _sigmoid(b)
+    memory += k[:, None] * delta[None, :]
+    tl.store(state_place, memory.to(state.dtype.element_ty), mask=state_mask)
+
+    core = tl.sum(memory * q[:, None], axis=0)
+    core *= tl.rsqrt(tl.sum(core * core) / VALUE_DIM + eps)
+    core *= tl.load(norm_weight + within, mask=value_mask, other=0.0).to(tl.float32)
+    tl.store(out_place, (core * gate).to(out.dtype.element_ty), mask=value_mask)
+
+
+def launch(
+    projected: torch.Tensor,
+    window: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    position: torch.Tensor,
+    parked: torch.Tensor,
+    key_heads: int,
+    options: dict | None = None,
+) -> torch.Tensor:
+    """``gdn_decode`` through the kernel, on CUDA or in Triton's interpreter.
+
+    Args:
+        options: Triton's for the launch (num_warps, num_stages, maxnreg); OPTIONS unless given.
+
+    The other arguments, the result and what is raised are those of
+    :func:`deepspeed_hybrid.ops.gdn_decode.gdn_decode`.
+    """
+    sizes = checked_sizes(
+        projected, window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, position, parked, key_heads
+    )
+    rows = projected.shape[0]
+    out = projected.new_empty(rows, sizes.value_heads * sizes.value_dim)
+    if out.numel() == 0:
+        return out
+    with torch.cuda.device_of(projected):  # Triton launches on the current device
+        gdn_decode_kernel[(sizes.value_heads, rows)](
+            projected,
+            projected.stride(0),
+            window,
+            conv_weight,
+            conv_bias,
+            A_log,
+            dt_bias,
+            state,
+            norm_weight,
+            eps,
+            position,
+            parked,
+            out,
+            KEY_HEADS=sizes.key_heads,
+            VALUE_HEADS=sizes.value_heads,
+            KEY_DIM=sizes.key_dim,
+            VALUE_DIM=sizes.value_dim,
+            CONV_KERNEL=sizes.conv_kernel,
+            TILE=triton.next_power_of_2(max(sizes.key_dim, sizes.value_dim)),
+            L2_EPSILON=L2_EPS,
+            **(options or OPTIONS),
+        )
+    return out
