@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from deepspeed_hybrid.ops.gdn_gates import gdn_gates_reference
-from deepspeed_hybrid.ops.inference import refusing_gradients
+from deepspeed_hybrid.ops.inference import refuse_recording
 
 MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
@@ -162,7 +162,6 @@ def _(
 gdn_decode_op.register_kernel("cpu")(gdn_decode_reference)
 
 
-@refusing_gradients("gdn_decode")
 def gdn_decode(
     projected: torch.Tensor,
     window: torch.Tensor,
@@ -206,6 +205,7 @@ def gdn_decode(
     Raises:
         RuntimeError: an argument of another dtype, shape, layout or device; nothing was changed.
     """
+    refuse_recording("gdn_decode", projected, window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight)
     return gdn_decode_op(
         projected, window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps, position, parked, key_heads
     )

@@ -3,9 +3,6 @@
 # DeepSpeed Team
 """Ops for generation have no gradient, and say so when they are called instead of in a later backward."""
 
-import functools
-from collections.abc import Callable
-
 import torch
 from torch.library import CustomOpDef
 
@@ -14,34 +11,22 @@ def refuse_gradients(op: CustomOpDef, name: str) -> None:
     """Make ``op`` raise where autograd would record it."""
 
     def refuse(*args, **kwargs):
-        raise RuntimeError(_refusal(name))
+        raise _refusal(name)
 
     op.register_autograd(refuse, setup_context=refuse)
 
 
-def refusing_gradients(name: str) -> Callable[[Callable], Callable]:
-    """Decorate a function that calls an op which writes to its arguments: it raises where autograd would record it.
+def refuse_recording(name: str, *tensors: torch.Tensor | None) -> None:
+    """The same at the top of a function over an op that writes to its arguments, before anything is written.
 
-    torch takes no autograd formula for such an op, so :func:`refuse_gradients` does not help it; and its arguments
-    must still be what they were when the call is refused.
+    torch takes no autograd formula for such an op, so that :func:`refuse_gradients` does not help it.
     """
-
-    def decorate(function: Callable) -> Callable:
-        @functools.wraps(function)
-        def checked(*args, **kwargs):
-            if torch.is_grad_enabled() and any(
-                isinstance(value, torch.Tensor) and value.requires_grad for value in (*args, *kwargs.values())
-            ):
-                raise RuntimeError(_refusal(name))
-            return function(*args, **kwargs)
-
-        return checked
-
-    return decorate
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        raise _refusal(name)
 
 
-def _refusal(name: str) -> str:
-    return (
+def _refusal(name: str) -> RuntimeError:
+    return RuntimeError(
         f"{name} is for inference and has no gradient, but an argument requires grad: "
         "call it under torch.no_grad(), or use its torch reference to train"
     )
