@@ -3,6 +3,7 @@
 # DeepSpeed Team
 """Which path each part of generation takes, decided once, with a reason for everything that is off."""
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -12,11 +13,15 @@ from torch import nn
 
 from deepspeed_hybrid.compat import ModelCall, causal_model, gdn_kernels, layer_kinds, text_model
 from deepspeed_hybrid.config import HybridEngineRolloutConfig
+from deepspeed_hybrid.ops.attention_decode import attention_decode, attention_decode_reference
 from deepspeed_hybrid.ops.decode_step import decode_step, decode_step_reference
+from deepspeed_hybrid.ops.fused_linear import fused_linear, fused_linear_reference
 from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves, fused_silu_mul_halves_reference
+from deepspeed_hybrid.ops.gdn_decode import gdn_decode, gdn_decode_reference
 from deepspeed_hybrid.ops.gdn_gates import gdn_gates, gdn_gates_reference
 from deepspeed_hybrid.ops.loader import op_obstacle
 from deepspeed_hybrid.segments.apply import refuse_kernelized
+from deepspeed_hybrid.segments.decoder_layer import DecodeOps
 from deepspeed_hybrid.segments.injection import Injection
 from deepspeed_hybrid.segments.plan import Segment, plan_segments
 
@@ -87,12 +92,17 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
     fused_kinds = cfg.segki_kernel if _decide("use_segki", cfg.use_segki, obstacle, off) else None
     may_move = zero_stage(engine) == 0
     ops = {name: _op(name, op, reference, device, cfg, off) for name, (op, reference) in OPS.items()}
+    chain = chain_ops(device, cfg.segki_backend)
+    if fused_kinds is not None and isinstance(chain, str):
+        if cfg.segki_backend == "triton":
+            raise RuntimeError(f"segki_backend='triton' cannot be honoured: {chain}")
+        off["decode chains"] = chain
     return Paths(
         call=call,
         device=device,
         graph=graph,
         choose=ops["decode_step"],
-        injection=Injection(model, fused_kinds, may_move, ops["fused_silu_mul_halves"], ops["gdn_gates"]),
+        injection=Injection(model, fused_kinds, may_move, ops["fused_silu_mul_halves"], ops["gdn_gates"], chain),
         layers=_layer_paths(model, kinds, call),
         off=off,
     )
@@ -134,11 +144,20 @@ def _decide(name: str, asked: bool | None, obstacle: str | None, off: dict[str, 
 
 def backend_obstacle(backend: str, device: torch.device) -> str | None:
     """Why ``segki_backend`` cannot be had on a device, before any op is looked at."""
-    if backend == "triton":
-        return "this version has no Triton kernels"
-    if backend == "cuda" and device.type != "cuda":
+    if backend in ("cuda", "triton") and device.type != "cuda":
         return "there is no CUDA device"
     return None
+
+
+def chain_ops(device: torch.device, backend: str) -> DecodeOps | str:
+    """The ops of whole decoder layers in a decode step, Triton's on CUDA, or why there are none."""
+    if device.type != "cuda":
+        return DecodeOps(fused_linear_reference, gdn_decode_reference, attention_decode_reference)
+    if backend in ("cuda", "torch"):
+        return f"segki_backend is {backend!r}"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    return DecodeOps(fused_linear, gdn_decode, attention_decode)
 
 
 def segments_obstacle(segments: list[Segment]) -> str | None:

@@ -79,7 +79,12 @@ class HybridEngineRollout(RolloutEngine):
         self._injection = self._paths.injection
         self._graphs = GraphRunner(self.cfg.max_graphs) if self._paths.graph else None
         self._arena = Arena(
-            self._paths.call, self._paths.device, self.cfg.state_dtype, self._graphs, self._paths.choose
+            self._paths.call,
+            self._paths.device,
+            self.cfg.state_dtype,
+            self._graphs,
+            self._paths.choose,
+            lambda: self._injection.masked,
         )
         self._weights_seen = self._weight_addresses()
         self._last_profile: dict | None = None

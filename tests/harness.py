@@ -113,7 +113,9 @@ def new_cache(model: torch.nn.Module, slots: int = 2, capacity: int = 64) -> Sim
 @torch.no_grad()
 def by_hand(cache: SimpleNamespace, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Run ``forward`` with the layers bound to slots."""
-    injection = Injection(cache.model, None, False, fused_silu_mul_halves_reference, gdn_gates_reference)
+    injection = Injection(
+        cache.model, None, False, fused_silu_mul_halves_reference, gdn_gates_reference, "fed by hand"
+    )
     with bound(injection.bindings):
         return forward()
 
@@ -124,7 +126,14 @@ def feed(cache: SimpleNamespace, tokens: torch.Tensor, start: int, slot: int = 0
     positions = torch.arange(start, end)[None, :]
     where = torch.tensor([slot])
     plan = StepPlan(
-        lanes=1, slots=where, kv_length=end, write_slots=where, write_positions=positions, first=start == 0
+        lanes=1,
+        slots=where,
+        kv_length=end,
+        before=torch.tensor([start]),
+        after=torch.tensor([end]),
+        write_slots=where,
+        write_positions=positions,
+        first=start == 0,
     )
     mask = torch.arange(end)[None, None, None, :] <= positions[:, None, :, None]
 

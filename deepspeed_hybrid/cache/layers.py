@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed_hybrid.compat import LinearAttentionLayer, StaticLayer
+from deepspeed_hybrid.ops.gdn_decode import ring_from_window, window_from_ring
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class StepPlan:
     write_slots: torch.Tensor  # [B] int64: the row's slot, or the scratch slot
     write_positions: torch.Tensor  # [B, T] int64: where each token's key and value go
     kv_length: int  # how many cache positions attention reads
+    before: torch.Tensor  # [B] int64: tokens of each row so far
+    after: torch.Tensor  # [B] int64: tokens of each row when this forward is done
     parked: torch.Tensor | None = None  # [B] bool: lanes whose state must keep its bits; None for a prefill
     token_mask: torch.Tensor | None = None  # [B, T] bool: False on padding; None: no padding
     first: bool = False  # the first tokens of their sequences: there is no earlier state
@@ -83,7 +86,8 @@ class SlotKVLayer(StaticLayer):
 class SlotGdnLayer(LinearAttentionLayer):
     """Conv window [slots + 1, channels, kernel] and recurrent state [slots + 1, v_heads, k_dim, v_dim].
 
-    The window keeps the projection's dtype, the recurrent state ``state_dtype``.
+    The window keeps the projection's dtype, the recurrent state ``state_dtype``. It is a ring: the token at position p
+    is in column p % kernel. :meth:`read` and :meth:`write` have it in the order of time, the latest token last.
     """
 
     def __init__(self, holder: PlanHolder, slots: int, state_dtype: torch.dtype):
@@ -104,23 +108,26 @@ class SlotGdnLayer(LinearAttentionLayer):
         """Window [B, channels, kernel] and state [B, v_heads, k_dim, v_dim] before the planned tokens."""
         plan = self.holder.plan
         if plan.slots is None:
-            return self.window[: plan.lanes], self.state[: plan.lanes]
+            return window_from_ring(self.window[: plan.lanes], plan.before), self.state[: plan.lanes]
         if plan.first:
             return tuple(
                 torch.zeros((plan.lanes, *buffer.shape[1:]), dtype=buffer.dtype, device=buffer.device)
                 for buffer in (self.window, self.state)
             )
-        return self.window.index_select(0, plan.slots), self.state.index_select(0, plan.slots)
+        ring, state = self.window.index_select(0, plan.slots), self.state.index_select(0, plan.slots)
+        return window_from_ring(ring, plan.before), state
 
     def write(self, window: torch.Tensor, state: torch.Tensor) -> None:
         """Store what :meth:`read` returns next time."""
         plan = self.holder.plan
+        ring = ring_from_window(window, plan.after)
         if plan.slots is None:
-            for buffer, value in ((self.window, window), (self.state, state)):
-                if value.data_ptr() != buffer.data_ptr():  # else it was updated in place
-                    buffer[: plan.lanes].copy_(value)
+            before = self.window[: plan.lanes]
+            torch.where(plan.parked[:, None, None], before, ring, out=before)
+            if state.data_ptr() != self.state.data_ptr():  # else it was updated in place
+                self.state[: plan.lanes].copy_(state)
         else:
-            self.window.index_copy_(0, plan.slots, window)
+            self.window.index_copy_(0, plan.slots, ring)
             self.state.index_copy_(0, plan.slots, state.to(self.state_dtype))
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -38,6 +38,7 @@ class Arena:
         state_dtype: of the recurrent state.
         graphs: the runner for captured steps, or None to step eagerly.
         choose: the ``decode_step`` op, or its torch reference.
+        masked: whether some attention layer wants a mask over the cache; asked at every call.
     """
 
     def __init__(
@@ -47,9 +48,10 @@ class Arena:
         state_dtype: torch.dtype,
         graphs: GraphRunner | None,
         choose: Callable,
+        masked: Callable[[], bool],
     ):
         self.model, self.device, self.state_dtype = model, device, state_dtype
-        self.graphs, self.choose = graphs, choose
+        self.graphs, self.choose, self.masked = graphs, choose, masked
         self.lanes = self.kv_length = 0
         self.cache: SlotCache | None = None
         self.state: DecodeState | None = None
@@ -63,6 +65,8 @@ class Arena:
             self.release()
             self.cache = SlotCache(layer_kinds(self.model.model), slots, capacity, self.state_dtype)
             self.state = DecodeState.empty(slots, capacity, self.device)
+        if not self.masked():
+            self.kv_length = self.cache.capacity  # costs nothing, and one captured step serves every length
 
     def begin(self, plan: SamplingPlan) -> Callable[[], None]:
         """Park every row and take over the call's options; return one decode step over the reserved lanes."""
@@ -71,14 +75,14 @@ class Arena:
         self.state.set_stop_ids(plan.stop_ids)
         if kind.penalised:
             self.state.track_seen(self.model.vocab_size)
-        lanes, kv_length = self.state.lanes(self.lanes), self.kv_length
+        lanes, kv_length, masked = self.state.lanes(self.lanes), self.kv_length, self.masked()
 
         def run() -> None:
-            decode_step(self.model, self.cache, lanes, kind, kv_length, self.choose)
+            decode_step(self.model, self.cache, lanes, kind, kv_length, masked, self.choose)
 
         if self.graphs is None or plan.max_new_tokens == 1:
             return run
-        key = (self.lanes, kv_length, kind, self.state.stop_ids.numel())
+        key = (self.lanes, kv_length, masked, kind, self.state.stop_ids.numel())
         return self.graphs.prepare(key, run, self.parked)
 
     @contextmanager

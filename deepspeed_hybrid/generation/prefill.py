@@ -78,6 +78,8 @@ def _prefill_group(
             write_slots=slot_index,
             # Padding is written where no prompt token is: a slot has room for at least one token of the answer.
             write_positions=torch.where(real, positions, cache.capacity - 1),
+            before=(start - padding).clamp(min=0),
+            after=(end - padding).clamp(min=0),
             token_mask=real if ragged else None,
         )
         reach = positions.clamp(min=0)

@@ -15,7 +15,13 @@ from deepspeed_hybrid.generation.state import DecodeState
 
 
 def decode_step(
-    model: ModelCall, cache: SlotCache, state: DecodeState, kind: SamplingKind, kv_length: int, choose: Callable
+    model: ModelCall,
+    cache: SlotCache,
+    state: DecodeState,
+    kind: SamplingKind,
+    kv_length: int,
+    masked: bool,
+    choose: Callable,
 ) -> None:
     """Feed every lane's last token and choose its next one, in place and without a host sync.
 
@@ -25,6 +31,7 @@ def decode_step(
         state: B rows.
         kind: what to compute.
         kv_length: cache positions attention reads; no active row may stand beyond it.
+        masked: whether attention wants a mask over them; not where it goes by the rows' own positions.
         choose: the ``decode_step`` op, or its torch reference.
     """
     lanes = state.token.numel()
@@ -37,8 +44,12 @@ def decode_step(
         parked=parked,
         write_slots=slots.masked_fill(parked, cache.scratch),
         write_positions=position,
+        before=state.position,
+        after=state.position + 1,
     )
-    mask = torch.arange(kv_length, device=position.device)[None, None, None, :] <= position[:, :, None, None]
+    mask = None
+    if masked:
+        mask = torch.arange(kv_length, device=position.device)[None, None, None, :] <= position[:, :, None, None]
     with cache.planned(plan):
         logits = model.logits(state.token[:, None], position, mask, cache)
     advance(state, logits, kind, choose)

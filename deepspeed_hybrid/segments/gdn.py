@@ -89,17 +89,14 @@ def convolve(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal depthwise conv and activation over [B, T, C]; also the window [B, C, K] that the next tokens need.
 
-    Where lanes can be parked (a decode step) the window is updated in place, and its oldest column, which one token
-    does not reach, is left out. With it a prefill has the widths, and so the bits, of transformers' own.
+    Where lanes can be parked (a decode step) the window's oldest column, which one token does not reach, is left out.
+    With it a prefill has the widths, and so the bits, of transformers' own.
     """
     length, kernel = qkv.shape[1], window.shape[-1]
     reached = window if parked is None else window[..., 1:]
     extended = torch.cat([reached, qkv.transpose(1, 2)], dim=-1)
     convolved = F.conv1d(extended, module.conv1d.weight, module.conv1d.bias, groups=extended.shape[1])
-    latest = extended[..., -kernel:]
-    if parked is not None:
-        latest = torch.where(parked[:, None, None], window, latest, out=window)
-    return ACT2FN[module.activation](convolved[..., -length:]).transpose(1, 2), latest
+    return ACT2FN[module.activation](convolved[..., -length:]).transpose(1, 2), extended[..., -kernel:]
 
 
 def scan(

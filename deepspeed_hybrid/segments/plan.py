@@ -67,15 +67,9 @@ def _obstacle(module: nn.Module, kind: str, names: tuple[str, ...]) -> str | Non
     if kind == GLU and "forward" in module.__dict__:
         return "it has a forward of its own"
     for name, projection in projections.items():
-        if type(projection) is not nn.Linear:
-            kind_of = f"{type(projection).__module__}.{type(projection).__name__}"
-            return f"{name} is a {kind_of}, not a plain linear layer"
-        if not projection.weight.is_floating_point():
-            return f"{name} is quantised ({projection.weight.dtype})"
-        if projection._forward_hooks or projection._forward_pre_hooks:
-            return f"{name} has forward hooks"
-        if "forward" in projection.__dict__:
-            return f"{name} has a forward of its own"
+        obstacle = linear_obstacle(name, projection)
+        if obstacle:
+            return obstacle
     if len({projection.bias is None for projection in projections.values()}) != 1:
         return "some projections have a bias and some have none"
     if kind == GLU and any(projection.bias is not None for projection in projections.values()):
@@ -84,4 +78,18 @@ def _obstacle(module: nn.Module, kind: str, names: tuple[str, ...]) -> str | Non
         return f"activation {type(getattr(module, 'act_fn', None)).__name__} is not SiLU"
     if len({(projection.weight.dtype, projection.in_features) for projection in projections.values()}) != 1:
         return "projections differ in dtype or input size"
+    return None
+
+
+def linear_obstacle(name: str, projection: nn.Module) -> str | None:
+    """Why a module is more than its weight and bias, or None."""
+    if type(projection) is not nn.Linear:
+        kind_of = f"{type(projection).__module__}.{type(projection).__name__}"
+        return f"{name} is a {kind_of}, not a plain linear layer"
+    if not projection.weight.is_floating_point():
+        return f"{name} is quantised ({projection.weight.dtype})"
+    if projection._forward_hooks or projection._forward_pre_hooks:
+        return f"{name} has forward hooks"
+    if "forward" in projection.__dict__:
+        return f"{name} has a forward of its own"
     return None

@@ -71,6 +71,14 @@ class FusedLinear:
         return [self._weight] if self._bias is None else [self._weight, self._bias]
 
     @property
+    def weight(self) -> torch.Tensor:
+        return self._weight.data
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return None if self._bias is None else self._bias.data
+
+    @property
     def mode(self) -> str:
         return PACKED if any(tensor.mode == PACKED for tensor in self.tensors) else ALIASED
 
@@ -82,7 +90,7 @@ class FusedLinear:
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., inputs] -> [..., sum of outputs]."""
-        return nn.functional.linear(inputs, self._weight.data, None if self._bias is None else self._bias.data)
+        return nn.functional.linear(inputs, self.weight, self.bias)
 
     def refresh(self) -> int:
         return sum(tensor.refresh() for tensor in self.tensors)

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""A decoder layer's decode step as five or six launches: every segment between two collectives is one chain of ops.
+
+mixer: norm + input product, the mixer's own kernel, output product + residual
+MLP:   norm + gate and up product + silu * up, down product + residual
+
+A prefill goes through the layer's own forward, in which the projections are fused as ever.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from deepspeed_hybrid.segments.apply import Binding
+from deepspeed_hybrid.segments.norm import Norm, as_rms_norm, rms_norm
+from deepspeed_hybrid.segments.plan import ATTENTION, GDN, GLU, Segment, linear_obstacle
+from deepspeed_hybrid.segments.weights import FusedLinear
+
+# What the modules of a plain pre-norm layer hold besides modules and parameters. Anything else (a multiplier of the
+# residual, a cap of the scores, ...) may change what their forward does.
+LAYER_FACTS = {"hidden_size", "layer_type", "block_type", "attention_type", "layer_idx", "training"}
+ATTENTION_FACTS = {
+    "config", "layer_idx", "layer_type", "head_dim", "num_key_value_groups", "scaling", "attention_dropout",
+    "is_causal", "sliding_window", "training", "hidden_size", "num_heads", "num_key_value_heads", "rope_theta",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DecodeOps:
+    """The ops of a decode step, or their references: fused_linear, gdn_decode and attention_decode."""
+
+    linear: Callable
+    gdn: Callable
+    attention: Callable
+
+
+def decoder_layer_obstacle(layer: nn.Module, segments: list[Segment]) -> str | None:
+    """Why a decoder layer's decode step cannot be one chain of ops, or None.
+
+    Args:
+        segments: those of the layer.
+    """
+    for segment in segments:
+        if segment.reason is not None:
+            return f"{segment.kind}: {segment.reason}"
+    kinds = sorted(segment.kind for segment in segments)
+    if kinds not in ([GDN, GLU], [ATTENTION, GLU]):
+        return "it is not one mixer and one gated MLP"
+    mixer = next(segment for segment in segments if segment.kind != GLU)
+    mlp = next(segment for segment in segments if segment.kind == GLU)
+    children = dict(layer.named_children())
+    expected = {"input_layernorm", "post_attention_layernorm", "mlp"}
+    if set(children) - expected != {name for name, child in children.items() if child is mixer.module}:
+        return f"its modules are {', '.join(children)}"
+    if children.get("mlp") is not mlp.module or expected - set(children):
+        return f"its modules are {', '.join(children)}"
+    unknown = _facts(layer) - LAYER_FACTS
+    if unknown:
+        return f"it has {', '.join(sorted(unknown))}"
+    if "forward" in layer.__dict__ or layer._forward_hooks or layer._forward_pre_hooks:
+        return "it has a forward or hooks of its own"
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        if as_rms_norm(children[name]) is None:
+            return f"{name} is not an RMSNorm"
+    obstacle = linear_obstacle("down_proj", children["mlp"].down_proj) or _mixer_obstacle(mixer)
+    if obstacle:
+        return obstacle
+    if len({parameter.dtype for name, parameter in layer.named_parameters() if "linear_attn." not in name}) != 1:
+        return "its parameters differ in dtype"
+    return None
+
+
+def _mixer_obstacle(mixer: Segment) -> str | None:
+    module = mixer.module
+    if mixer.kind == GDN:
+        if len(mixer.names) != 4:
+            return "the columns of its input projections are interleaved by head"
+        if module.activation not in ("silu", "swish"):
+            return f"the activation of its conv is {module.activation}"
+        dtypes = {module.in_proj_qkv.weight.dtype, module.out_proj.weight.dtype}
+        return linear_obstacle("out_proj", module.out_proj) or (
+            "its products differ in dtype" if len(dtypes) > 1 else None
+        )
+    unknown = _facts(module) - ATTENTION_FACTS
+    if unknown:
+        return f"attention has {', '.join(sorted(unknown))}"
+    if getattr(module, "sliding_window", None) is not None:
+        return "attention has a sliding window"
+    children = set(dict(module.named_children()))
+    if children not in (
+        {"q_proj", "k_proj", "v_proj", "o_proj"},
+        {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"},
+    ):
+        return f"the modules of attention are {', '.join(sorted(children))}"
+    if "q_norm" in children:
+        queries, keys = as_rms_norm(module.q_norm), as_rms_norm(module.k_norm)
+        if queries is None or keys is None or module.q_norm.weight.shape != (module.head_dim,):
+            return "q_norm and k_norm are not RMSNorms of a head"
+        if (queries.offset, queries.eps) != (keys.offset, keys.eps):
+            return "q_norm and k_norm differ"
+    if module.q_proj.out_features not in (module.o_proj.in_features, 2 * module.o_proj.in_features):
+        return "q_proj is neither queries nor queries and gates"
+    return linear_obstacle("o_proj", module.o_proj)
+
+
+def _facts(module: nn.Module) -> set[str]:
+    return {name for name in module.__dict__ if not name.startswith("_")}
+
+
+def decoder_layer_binding(
+    layer: nn.Module, segments: list[Segment], fused: dict[str, FusedLinear], ops: DecodeOps
+) -> Binding:
+    """Our forward for a layer without an obstacle. ``fused`` has the weights of its segments."""
+    mixer = next(segment for segment in segments if segment.kind != GLU)
+    mlp = next(segment for segment in segments if segment.kind == GLU)
+    if mixer.kind == GDN:
+        decode = partial(gdn_decode_step, mixer.module, ops)
+    else:
+        decode = partial(attention_decode_step, mixer.module, ops, head_norms(mixer.module))
+    output = mixer.module.out_proj if mixer.kind == GDN else mixer.module.o_proj
+    return Binding(
+        layer,
+        partial(
+            layer_forward,
+            layer,
+            ops,
+            decode,
+            rms_norm(layer.input_layernorm),
+            fused[mixer.path],
+            output,
+            rms_norm(layer.post_attention_layernorm),
+            fused[mlp.path],
+            mlp.module.down_proj,
+        ),
+    )
+
+
+def layer_forward(
+    layer: nn.Module,
+    ops: DecodeOps,
+    decode: Callable,
+    input_norm: Norm,
+    inputs: FusedLinear,
+    output: nn.Linear,
+    mlp_norm: Norm,
+    gate_up: FusedLinear,
+    down: nn.Linear,
+    hidden_states: torch.Tensor,
+    *args,
+    **kwargs,
+) -> torch.Tensor:
+    """[B, T, D] -> [B, T, D]: our chain for a decode step of one token, the layer's own forward for anything else."""
+    cache = kwargs["cache"] if "cache" in kwargs else kwargs["past_key_values"]
+    if cache.holder.plan.slots is not None or hidden_states.shape[1] != 1:
+        return type(layer).forward(layer, hidden_states, *args, **kwargs)
+    x = hidden_states[:, 0]
+    projected = ops.linear(x, inputs.weight, *_of(input_norm), inputs.bias, None, False)
+    core = decode(projected, cache, kwargs["position_embeddings"])
+    x = ops.linear(core, output.weight, None, 0.0, 0.0, output.bias, x, False)
+    gated = ops.linear(x, gate_up.weight, *_of(mlp_norm), None, None, True)
+    x = ops.linear(gated, down.weight, None, 0.0, 0.0, down.bias, x, False)
+    return x[:, None]
+
+
+def _of(norm: Norm) -> tuple[torch.Tensor, float, float]:
+    return norm.weight, norm.offset, norm.eps
+
+
+def gdn_decode_step(module: nn.Module, ops: DecodeOps, projected: torch.Tensor, cache, _) -> torch.Tensor:
+    """Between the two products of a GatedDeltaNet layer: [B, N] -> [B, HV * DV]."""
+    slots, plan = cache.layers[module.layer_idx], cache.holder.plan
+    norm = module.norm
+    return ops.gdn(
+        projected,
+        slots.window,
+        module.conv1d.weight[:, 0],
+        module.conv1d.bias,
+        module.A_log,
+        module.dt_bias,
+        slots.state,
+        norm.weight,
+        getattr(norm, "variance_epsilon", getattr(norm, "eps", None)),
+        plan.before,
+        plan.parked,
+        module.num_k_heads,
+    )
+
+
+def head_norms(module: nn.Module) -> tuple[Norm | None, Norm | None]:
+    """Of queries and keys."""
+    if not hasattr(module, "q_norm"):
+        return None, None
+    return rms_norm(module.q_norm), rms_norm(module.k_norm)
+
+
+def attention_decode_step(
+    module: nn.Module,
+    ops: DecodeOps,
+    norms: tuple[Norm | None, Norm | None],
+    projected: torch.Tensor,
+    cache,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """Between the two products of an attention layer: [B, N] -> [B, heads * head_dim]."""
+    slots, plan = cache.layers[module.layer_idx], cache.holder.plan
+    cos, sin = (table.expand(projected.shape[0], -1, -1)[:, 0] for table in position_embeddings)
+    query_norm, key_norm = norms
+    return ops.attention(
+        projected,
+        cos,
+        sin,
+        slots.keys,
+        slots.values,
+        plan.before,
+        plan.parked,
+        None if query_norm is None else query_norm.weight,
+        None if key_norm is None else key_norm.weight,
+        0.0 if query_norm is None else query_norm.offset,
+        0.0 if query_norm is None else query_norm.eps,
+        module.o_proj.in_features // module.head_dim,
+        module.q_proj.out_features != module.o_proj.in_features,
+        module.scaling,
+        0,
+    )
+
+
+def head_obstacle(decoder: nn.Module, head: nn.Module) -> str | None:
+    """Why the last norm and the head cannot be one product, or None."""
+    norm = getattr(decoder, "norm", None)
+    if norm is None or as_rms_norm(norm) is None:
+        return "the last norm is not an RMSNorm"
+    if norm.weight.dtype != head.weight.dtype:
+        return "the last norm and the head differ in dtype"
+    return linear_obstacle("the head", head)
+
+
+def head_bindings(norm: nn.Module, head: nn.Linear, linear: Callable) -> list[Binding]:
+    """The norm moves into the head's product, where a prefill also has it of one position alone."""
+    form = rms_norm(norm)
+
+    def head_forward(hidden_states: torch.Tensor) -> torch.Tensor:
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        return linear(rows, head.weight, *_of(form), head.bias, None, False).view(*hidden_states.shape[:-1], -1)
+
+    return [Binding(norm, lambda hidden_states: hidden_states), Binding(head, head_forward)]
