@@ -13,9 +13,9 @@ from torch import nn
 
 from deepspeed_hybrid.compat import ModelCall, causal_model, gdn_kernels, layer_kinds, text_model
 from deepspeed_hybrid.config import HybridEngineRolloutConfig
+from deepspeed_hybrid.ops import fused_linear
 from deepspeed_hybrid.ops.attention_decode import attention_decode, attention_decode_reference
 from deepspeed_hybrid.ops.decode_step import decode_step, decode_step_reference
-from deepspeed_hybrid.ops.fused_linear import fused_linear, fused_linear_reference
 from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves, fused_silu_mul_halves_reference
 from deepspeed_hybrid.ops.gdn_decode import gdn_decode, gdn_decode_reference
 from deepspeed_hybrid.ops.gdn_gates import gdn_gates, gdn_gates_reference
@@ -152,12 +152,24 @@ def backend_obstacle(backend: str, device: torch.device) -> str | None:
 def chain_ops(device: torch.device, backend: str) -> DecodeOps | str:
     """The ops of whole decoder layers in a decode step, Triton's on CUDA, or why there are none."""
     if device.type != "cuda":
-        return DecodeOps(fused_linear_reference, gdn_decode_reference, attention_decode_reference)
+        return DecodeOps(
+            fused_linear.normed_rows_reference,
+            fused_linear.normed_linear_reference,
+            fused_linear.residual_linear_reference,
+            gdn_decode_reference,
+            attention_decode_reference,
+        )
     if backend in ("cuda", "torch"):
         return f"segki_backend is {backend!r}"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    return DecodeOps(fused_linear, gdn_decode, attention_decode)
+    return DecodeOps(
+        fused_linear.normed_rows,
+        fused_linear.normed_linear,
+        fused_linear.residual_linear,
+        gdn_decode,
+        attention_decode,
+    )
 
 
 def segments_obstacle(segments: list[Segment]) -> str | None:

@@ -36,18 +36,15 @@ REPLAYS = 7
 
 
 def candidates(m: int, n: int, glu: bool) -> list[Launch]:
-    few_columns = n < 4096
     if m == 1:
-        grid = itertools.product((2, 4, 8, 16), (512, 1024), (1,), (4, 8), (1, 2))
-        each = {4: (2048, 8192), 8: (8192, 16384)}  # elements of a turn by warps
-        return [Launch(*c) for c in grid if each[c[3]][0] <= c[0] * c[1] * (2 if glu else 1) <= each[c[3]][1]]
-    if m <= 16:
-        grid = itertools.product((16, 32, 64), (128, 256), (1, 2, 4) if few_columns else (1,), (4,), (4,))
-    else:
-        grid = itertools.product((32, 64, 128), (64, 128), (2, 4, 8) if few_columns else (1,), (4,), (3, 4))
+        return [Launch(block_n, warps) for block_n in (1, 2, 4, 8, 16) for warps in (4, 8)]
+    splits = (1, 2, 4) if n < 4096 else (1,)
+    depths = (128, 256) if m <= 16 else (64, 128)
     memory, halves = 200 * 1024, 2 if glu else 1
     return [
-        Launch(*c) for c in grid if 2 * c[1] * c[4] * (c[0] * halves + max(16, m)) <= memory and c[0] * halves <= 128
+        Launch(block_n, 4, block_k, split, stages)
+        for block_n, block_k, split, stages in itertools.product((32, 64, 128), depths, splits, (3, 4))
+        if 2 * block_k * stages * (block_n * halves + max(16, m)) <= memory and block_n * halves <= 128
     ]
 
 
@@ -64,23 +61,24 @@ class Case:
         ]
         columns = self.n // (2 if self.glu else 1)
         self.x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-        self.norm = 0.1 * torch.randn(k, device="cuda", dtype=torch.bfloat16) if norm else None
+        self.squares = torch.rand(640 if m == 1 else 40, m, device="cuda") if norm else None
         self.residual = torch.randn(m, columns, device="cuda", dtype=torch.bfloat16) if residual else None
+        self.norm = 0.1 * torch.randn(columns, device="cuda", dtype=torch.bfloat16) if residual else None
 
     def ours(self, weight: torch.Tensor, how: Launch | None) -> torch.Tensor:
-        return launch(self.x, weight, self.norm, 1.0, 1e-6, None, self.residual, self.glu, how)
+        return launch(self.x, weight, self.squares, 1e-6, None, self.residual, self.norm, 1.0, self.glu, how)[0]
 
     def library(self, weight: torch.Tensor) -> torch.Tensor:
-        x = self.x if self.norm is None else rms_norm.launch(self.x, self.norm, 1.0, 1e-6)
         if self.glu:
-            return fused_silu_mul_halves(F.linear(x, weight))
-        return F.linear(x, weight) if self.residual is None else torch.addmm(self.residual, x, weight.t())
+            return fused_silu_mul_halves(F.linear(self.x, weight))
+        if self.residual is None:
+            return F.linear(self.x, weight)
+        return rms_norm.launch(torch.addmm(self.residual, self.x, weight.t()), self.norm, 1.0, 1e-6)
 
     def exact(self) -> torch.Tensor:
-        x, weight = self.x.double(), self.weights[0].double()
-        if self.norm is not None:
-            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + self.norm.double())
-        product = x @ weight.t()
+        product = self.x.double() @ self.weights[0].double().t()
+        if self.squares is not None:
+            product *= torch.rsqrt(self.squares.double().sum(0) / self.x.shape[1] + 1e-6)[:, None]
         if self.glu:
             gate, up = product.chunk(2, dim=-1)
             product = F.silu(gate) * up

@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "decode_step.h"
+#include "describe.h"
 
 namespace ds_hybrid {
 namespace {
@@ -22,9 +23,9 @@ Matrix check_matrix(const at::Tensor& tensor, const char* name, const at::Tensor
     TORCH_CHECK(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf,
                 "decode_step: ", name, " must be float32, bfloat16 or float16, got ", type);
     TORCH_CHECK(tensor.dim() == 2 && tensor.sizes() == scores.sizes(), "decode_step: ", name,
-                " must be ", scores.sizes(), ", got ", tensor.sizes());
+                " must be ", text(scores.sizes()), ", got ", text(tensor.sizes()));
     TORCH_CHECK(tensor.stride(1) == 1 || tensor.size(1) == 1, "decode_step: the columns of ", name,
-                " must be adjacent, got strides ", tensor.strides());
+                " must be adjacent, got strides ", text(tensor.strides()));
     return {tensor.const_data_ptr(), tensor.stride(0), type};
 }
 
@@ -43,8 +44,9 @@ void check_vector(const at::Tensor& tensor, const char* name, at::ScalarType typ
 {
     check_device_and_type(tensor, name, type, scores);
     TORCH_CHECK(tensor.dim() == 1 && tensor.size(0) == scores.size(0) && tensor.is_contiguous(),
-                "decode_step: ", name, " must be contiguous with one value a row (", scores.size(0),
-                "), got ", tensor.sizes(), " with strides ", tensor.strides());
+                "decode_step: ", name, " must be contiguous with one value a row (",
+                text(scores.size(0)), "), got ", text(tensor.sizes()), " with strides ",
+                text(tensor.strides()));
 }
 
 void check_output(const at::Tensor& tensor, const char* name, at::ScalarType type,
@@ -53,12 +55,12 @@ void check_output(const at::Tensor& tensor, const char* name, at::ScalarType typ
     check_device_and_type(tensor, name, type, scores);
     TORCH_CHECK(tensor.dim() == 2 && tensor.size(0) == scores.size(0) &&
                     tensor.size(1) == columns && columns > 0,
-                "decode_step: ", name, " must be [", scores.size(0), ", ", columns,
-                "] with a column to write to, got ", tensor.sizes());
+                "decode_step: ", name, " must be [", text(scores.size(0)), ", ", text(columns),
+                "] with a column to write to, got ", text(tensor.sizes()));
     TORCH_CHECK((tensor.stride(1) == 1 || columns == 1) &&
                     (tensor.stride(0) >= columns || tensor.size(0) == 1),
                 "decode_step: ", name, " must have adjacent columns and rows apart, got strides ",
-                tensor.strides());
+                text(tensor.strides()));
 }
 
 void decode_step(const at::Tensor& scores, const std::optional<at::Tensor>& raw_logits,
@@ -90,9 +92,9 @@ void decode_step(const at::Tensor& scores, const std::optional<at::Tensor>& raw_
     check_output(logprobs, "logprobs", at::kFloat, scores, tokens.size(1));
     check_device_and_type(stop_ids, "stop_ids", at::kLong, scores);
     TORCH_CHECK(stop_ids.dim() == 1 && stop_ids.is_contiguous(),
-                "decode_step: stop_ids must be one contiguous row, got ", stop_ids.sizes());
+                "decode_step: stop_ids must be one contiguous row, got ", text(stop_ids.sizes()));
     const int64_t rows = scores.size(0), vocab = scores.size(1);
-    TORCH_CHECK(rows <= 65535, "decode_step: at most 65535 rows, got ", rows);
+    TORCH_CHECK(rows <= 65535, "decode_step: at most 65535 rows, got ", text(rows));
     TORCH_CHECK(vocab > 0 && vocab <= std::numeric_limits<int>::max() - 2 * kChunk,
                 "decode_step: the vocabulary must have 1 to 2**31 entries or so, got ", vocab);
     if (rows == 0) return;

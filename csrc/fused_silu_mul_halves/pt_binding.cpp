@@ -8,6 +8,7 @@
 
 #include <limits>
 
+#include "describe.h"
 #include "fused_silu_mul_halves.h"
 
 namespace ds_hybrid {
@@ -22,11 +23,11 @@ at::Tensor fused_silu_mul_halves(const at::Tensor& gate_up)
                 "fused_silu_mul_halves: gate_up must be float32, bfloat16 or float16, got ", type);
     TORCH_CHECK(gate_up.dim() > 0 && gate_up.size(-1) % 2 == 0,
                 "fused_silu_mul_halves: the last dimension of gate_up must be two halves, got ",
-                gate_up.sizes());
+                text(gate_up.sizes()));
     TORCH_CHECK(gate_up.stride(-1) == 1 || gate_up.numel() == 0,
                 "fused_silu_mul_halves: the last dimension of gate_up must be contiguous, got "
                 "strides ",
-                gate_up.strides());
+                text(gate_up.strides()));
 
     const c10::cuda::CUDAGuard guard(gate_up.device());
     const int64_t width = gate_up.size(-1), half = width / 2;
@@ -38,7 +39,7 @@ at::Tensor fused_silu_mul_halves(const at::Tensor& gate_up)
     // A view wherever the rows are evenly spaced, a copy elsewhere.
     const int64_t rows = gate_up.numel() / width;
     TORCH_CHECK(rows <= std::numeric_limits<int>::max(),
-                "fused_silu_mul_halves: at most 2**31 - 1 rows, got ", rows);
+                "fused_silu_mul_halves: at most 2**31 - 1 rows, got ", text(rows));
     const at::Tensor flat = gate_up.reshape({rows, width});
     launch_fused_silu_mul_halves(
         {flat.const_data_ptr(), out.mutable_data_ptr(), rows, half, flat.stride(0), type},

@@ -10,6 +10,7 @@
 #include <optional>
 #include <tuple>
 
+#include "describe.h"
 #include "gdn_gates.h"
 
 namespace ds_hybrid {
@@ -28,9 +29,9 @@ Projection check_projection(const at::Tensor& tensor, const char* name, const at
     TORCH_CHECK(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf,
                 "gdn_gates: ", name, " must be float32, bfloat16 or float16, got ", type);
     TORCH_CHECK(tensor.dim() == 3 && tensor.sizes() == b.sizes(), "gdn_gates: ", name,
-                " must be [batch, tokens, heads] as b is, got ", tensor.sizes());
+                " must be [batch, tokens, heads] as b is, got ", text(tensor.sizes()));
     TORCH_CHECK(tensor.stride(2) == 1 || tensor.size(2) <= 1, "gdn_gates: the heads of ", name,
-                " must be adjacent, got strides ", tensor.strides());
+                " must be adjacent, got strides ", text(tensor.strides()));
     return {tensor.const_data_ptr(), tensor.stride(0), tensor.stride(1), type};
 }
 
@@ -43,8 +44,8 @@ at::Tensor check_per_head(const at::Tensor& tensor, const char* name, const at::
         type == at::kFloat || type == at::kBFloat16 || type == at::kHalf || type == at::kDouble,
         "gdn_gates: ", name, " must be float64, float32, bfloat16 or float16, got ", type);
     TORCH_CHECK(tensor.dim() == 1 && tensor.size(0) == b.size(2) && tensor.is_contiguous(),
-                "gdn_gates: ", name, " must be contiguous with one value a head (", b.size(2),
-                "), got ", tensor.sizes(), " with strides ", tensor.strides());
+                "gdn_gates: ", name, " must be contiguous with one value a head (", text(b.size(2)),
+                "), got ", text(tensor.sizes()), " with strides ", text(tensor.strides()));
     return type == at::kDouble ? tensor.to(at::kFloat) : tensor;
 }
 
@@ -66,12 +67,12 @@ std::tuple<at::Tensor, at::Tensor> gdn_gates(const at::Tensor& b, const at::Tens
         TORCH_CHECK(parked->scalar_type() == at::kBool, "gdn_gates: parked must be Bool, got ",
                     parked->scalar_type());
         TORCH_CHECK(parked->dim() == 1 && parked->size(0) == b.size(0) && parked->is_contiguous(),
-                    "gdn_gates: parked must be contiguous with one value a row (", b.size(0),
-                    "), got ", parked->sizes(), " with strides ", parked->strides());
+                    "gdn_gates: parked must be contiguous with one value a row (", text(b.size(0)),
+                    "), got ", text(parked->sizes()), " with strides ", text(parked->strides()));
         args.parked = parked->const_data_ptr<bool>();
     }
     TORCH_CHECK(b.numel() <= std::numeric_limits<int>::max(),
-                "gdn_gates: at most 2**31 - 1 gates, got ", b.sizes());
+                "gdn_gates: at most 2**31 - 1 gates, got ", text(b.sizes()));
 
     const auto options = b.options().dtype(at::kFloat);
     const at::Tensor beta = at::empty(b.sizes(), options), g = at::empty(b.sizes(), options);

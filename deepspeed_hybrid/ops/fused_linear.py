@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""A linear layer of a decode step with what lies around it: the norm before, the activation or the residual behind."""
+"""The linear layers of a decode step with what lies around them: a norm before, an activation or a residual behind.
+
+A norm is split between the op that writes the hidden state and the op that reads it. The writer also gives ``scaled``,
+the hidden state times the norm's weight, and ``squares`` [parts, M], sums of squares of the hidden state that are yet
+to be added up; the reader's product runs over ``scaled`` and is divided by the root mean square at its end. With no
+parts at all (``squares`` [0, M]) ``scaled`` is the normalised state itself.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -10,122 +16,224 @@ from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves
 from deepspeed_hybrid.ops.inference import refuse_gradients
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MOST_ROWS = 64  # that one launch of ours takes; the tensor cores have no fp32, of which it takes one row
+MOST_ROWS = 16  # that one launch of ours takes; beyond, the card's library is faster
 
 
-def fused_linear_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    norm: torch.Tensor | None,
-    norm_offset: float,
+def ours(x: torch.Tensor) -> bool:
+    """Whether the rows are few enough; the tensor cores have no fp32, of which one row is taken."""
+    return x.shape[0] == 1 or (x.shape[0] <= MOST_ROWS and x.dtype != torch.float32)
+
+
+# ------------------------------------------------------------------------------------------------------- normed_rows
+
+
+def normed_rows_reference(
+    hidden: torch.Tensor, norm: torch.Tensor, norm_offset: float, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm of hidden [M, K]: the normalised rows and no partial sums [0, M]."""
+    wide = hidden.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (norm.float() + norm_offset)
+    return normed.to(hidden.dtype), hidden.new_empty(0, hidden.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("deepspeed_hybrid::normed_rows", mutates_args=(), device_types="cuda")
+def normed_rows(
+    hidden: torch.Tensor, norm: torch.Tensor, norm_offset: float, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A norm in a launch of its own, where no op before it could prepare it.
+
+    Args:
+        hidden: [M, K] fp32, bf16 or fp16, contiguous in the last dimension.
+        norm: [K] weight of an RMSNorm; ``norm_offset`` is added to it: 1.0 for norms that store it around zero.
+        eps: of the norm.
+
+    Returns:
+        The normalised rows [M, K] in hidden's dtype, and partial sums of squares [0, M].
+    """
+    from deepspeed_hybrid.ops.triton.rms_norm import launch  # here, because a torch for CPUs has no Triton
+
+    return launch(hidden, norm, norm_offset, eps), hidden.new_empty(0, hidden.shape[0], dtype=torch.float32)
+
+
+@normed_rows.register_fake
+def _(hidden, norm, norm_offset, eps):
+    return hidden.new_empty(hidden.shape), hidden.new_empty(0, hidden.shape[0], dtype=torch.float32)
+
+
+# ----------------------------------------------------------------------------------------------------- normed_linear
+
+
+def normed_linear_reference(
+    scaled: torch.Tensor,
+    squares: torch.Tensor,
     eps: float,
+    weight: torch.Tensor,
     bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
     glu: bool,
 ) -> torch.Tensor:
-    """What :func:`fused_linear` does, in plain torch on any device."""
-    _check(x, weight, norm, bias, residual, glu)
-    if norm is not None:
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        x = (wide * scale * (norm.float() + norm_offset)).to(x.dtype)
-    product = F.linear(x, weight, bias)
+    """What :func:`normed_linear` does, in plain torch on any device."""
+    _check(scaled, weight, squares, bias, None, None, glu)
+    if squares.shape[0]:
+        factor = torch.rsqrt(squares.sum(0) / scaled.shape[1] + eps)[:, None]
+        scaled = (scaled.float() * factor).to(scaled.dtype)
+    product = F.linear(scaled, weight, bias)
     if glu:
         gate, up = product.chunk(2, dim=-1)
         product = F.silu(gate) * up
-    return product if residual is None else residual + product
+    return product
 
 
-@torch.library.custom_op("deepspeed_hybrid::fused_linear", mutates_args=(), device_types="cuda")
-def fused_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    norm: torch.Tensor | None,
-    norm_offset: float,
+@torch.library.custom_op("deepspeed_hybrid::normed_linear", mutates_args=(), device_types="cuda")
+def normed_linear(
+    scaled: torch.Tensor,
+    squares: torch.Tensor,
     eps: float,
+    weight: torch.Tensor,
     bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
     glu: bool,
 ) -> torch.Tensor:
-    """RMSNorm, product, and bias, gated SiLU or residual, with one rounding at the end.
+    """The second half of an RMSNorm, a product, and its bias or gated SiLU, rounded once.
 
     On CUDA a few rows are one Triton launch that reads the weight once; the first call of a shape compiles it. More
-    rows are the card's library product with the rest in launches of their own. On a CPU it is
-    :func:`fused_linear_reference`. There is no gradient.
+    rows are the card's library product, with silu * up in a launch of its own. On a CPU it is
+    :func:`normed_linear_reference`. There is no gradient.
 
     Args:
-        x: [M, K] fp32, bf16 or fp16, contiguous in the last dimension.
-        weight: [N, K] in x's dtype, contiguous; with ``glu`` N is even, the gate's rows before the up projection's.
-        norm: [K] weight of an RMSNorm of x, or None for none.
-        norm_offset: is added to it: 1.0 for norms that store their weight around zero.
+        scaled: [M, K] fp32, bf16 or fp16, contiguous.
+        squares: [parts, M] fp32; no parts where ``scaled`` is normalised already.
         eps: of the norm.
+        weight: [N, K] in the dtype of ``scaled``, contiguous; with ``glu`` the gate's rows before the up projection's.
         bias: [N] or None; not with ``glu``.
-        residual: [M, N] in x's dtype, contiguous, or None; not with ``glu``.
         glu: return silu(first half) * second half of the product.
 
     Returns:
-        [M, N], with ``glu`` [M, N / 2], in x's dtype, contiguous.
+        [M, N], with ``glu`` [M, N / 2], in the dtype of ``scaled``, contiguous.
 
     Raises:
         RuntimeError: an argument of another dtype, shape, layout or device.
     """
-    _check(x, weight, norm, bias, residual, glu)
-    # Here, because a torch for CPUs has no Triton.
-    from deepspeed_hybrid.ops.triton import rms_norm, skinny_linear
+    _check(scaled, weight, squares, bias, None, None, glu)
+    if squares.shape[0] or (ours(scaled) and scaled.shape[0]):
+        from deepspeed_hybrid.ops.triton.skinny_linear import launch  # here, because a torch for CPUs has no Triton
 
-    if x.shape[0] == 0:
-        return x.new_empty(0, weight.shape[0] // (2 if glu else 1))
-    if x.shape[0] <= MOST_ROWS and (x.shape[0] == 1 or x.dtype != torch.float32):
-        return skinny_linear.launch(x, weight, norm, norm_offset, eps, bias, residual, glu)
-    if norm is not None:
-        x = rms_norm.launch(x, norm, norm_offset, eps)
-    if glu:
-        return fused_silu_mul_halves(F.linear(x, weight))
-    if residual is not None and bias is None:
-        return torch.addmm(residual, x, weight.t())
-    product = F.linear(x, weight, bias)
-    return product if residual is None else residual + product
+        return launch(scaled, weight, squares if squares.shape[0] else None, eps, bias, None, None, 0.0, glu)[0]
+    product = F.linear(scaled, weight, bias)
+    return fused_silu_mul_halves(product) if glu else product
 
 
-@fused_linear.register_fake
-def _(x, weight, norm, norm_offset, eps, bias, residual, glu) -> torch.Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0] // (2 if glu else 1))
+@normed_linear.register_fake
+def _(scaled, squares, eps, weight, bias, glu):
+    return scaled.new_empty(scaled.shape[0], weight.shape[0] // (2 if glu else 1))
 
 
-fused_linear.register_kernel("cpu")(fused_linear_reference)
-refuse_gradients(fused_linear, "fused_linear")
+# --------------------------------------------------------------------------------------------------- residual_linear
+
+
+def residual_linear_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    next_norm: torch.Tensor,
+    next_offset: float,
+    next_eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What :func:`residual_linear` does, in plain torch on any device."""
+    _check(x, weight, None, bias, residual, next_norm, False)
+    hidden = residual + F.linear(x, weight, bias)
+    return (hidden, *normed_rows_reference(hidden, next_norm, next_offset, next_eps))
+
+
+@torch.library.custom_op("deepspeed_hybrid::residual_linear", mutates_args=(), device_types="cuda")
+def residual_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    next_norm: torch.Tensor,
+    next_offset: float,
+    next_eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A product, its bias, the residual, and the first half of the RMSNorm that comes next.
+
+    On CUDA a few rows are one Triton launch; more rows are the card's library product and the whole norm in a launch
+    of its own. On a CPU it is :func:`residual_linear_reference`. There is no gradient.
+
+    Args:
+        x: [M, K] fp32, bf16 or fp16, contiguous.
+        weight: [N, K] in x's dtype, contiguous.
+        bias: [N] or None.
+        residual: [M, N] in x's dtype, contiguous.
+        next_norm: [N] weight of the next RMSNorm; ``next_offset`` is added to it.
+        next_eps: of that norm.
+
+    Returns:
+        hidden [M, N] in x's dtype; scaled and squares of the next norm, as this module defines them.
+
+    Raises:
+        RuntimeError: an argument of another dtype, shape, layout or device.
+    """
+    _check(x, weight, None, bias, residual, next_norm, False)
+    if ours(x) and x.shape[0]:
+        from deepspeed_hybrid.ops.triton.skinny_linear import launch
+
+        hidden, scaled, squares = launch(x, weight, None, 0.0, bias, residual, next_norm, next_offset, False)
+        assert scaled is not None and squares is not None  # there is a residual
+        return hidden, scaled, squares
+    from deepspeed_hybrid.ops.triton.rms_norm import launch as normalise
+
+    hidden = torch.addmm(residual, x, weight.t())
+    if bias is not None:
+        hidden += bias
+    return hidden, normalise(hidden, next_norm, next_offset, next_eps), x.new_empty(0, x.shape[0], dtype=torch.float32)
+
+
+@residual_linear.register_fake
+def _(x, weight, bias, residual, next_norm, next_offset, next_eps):
+    parts = torch.library.get_ctx().new_dynamic_size()
+    squares = x.new_empty(parts, x.shape[0], dtype=torch.float32)
+    return torch.empty_like(residual), torch.empty_like(residual), squares
+
+
+for _op, _reference, _name in (
+    (normed_rows, normed_rows_reference, "normed_rows"),
+    (normed_linear, normed_linear_reference, "normed_linear"),
+    (residual_linear, residual_linear_reference, "residual_linear"),
+):
+    _op.register_kernel("cpu")(_reference)
+    refuse_gradients(_op, _name)
 
 
 def _check(
     x: torch.Tensor,
     weight: torch.Tensor,
-    norm: torch.Tensor | None,
+    squares: torch.Tensor | None,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
+    next_norm: torch.Tensor | None,
     glu: bool,
 ) -> None:
-    if x.dim() != 2 or x.dtype not in DTYPES:
-        raise RuntimeError(f"x must be [M, K] float32, bfloat16 or float16, got {list(x.shape)} {x.dtype}")
-    if x.stride(1) != 1 and x.shape[1] > 1:
-        raise RuntimeError(f"the last dimension of x must be contiguous, got strides {x.stride()}")
+    if x.dim() != 2 or x.dtype not in DTYPES or not x.is_contiguous():
+        raise RuntimeError(f"x must be contiguous [M, K] float32, bfloat16 or float16, got {list(x.shape)} {x.dtype}")
     if weight.dim() != 2 or (glu and weight.shape[0] % 2):
         raise RuntimeError(f"weight must be [N, {x.shape[1]}]{', N even' if glu else ''}, got {list(weight.shape)}")
-    if glu and (bias is not None or residual is not None):
-        raise RuntimeError("glu takes neither bias nor residual")
-    rows, columns = weight.shape
+    if glu and bias is not None:
+        raise RuntimeError("glu takes no bias")
+    rows, columns = weight.shape[0], x.shape[1]
     expected = {
-        "weight": (weight, (rows, x.shape[1])),
-        "norm": (norm, (columns,)),
-        "bias": (bias, (rows,)),
-        "residual": (residual, (x.shape[0], rows)),
+        "weight": (weight, (rows, columns), x.dtype),
+        "squares": (squares, (0 if squares is None else squares.shape[0], x.shape[0]), torch.float32),
+        "bias": (bias, (rows,), x.dtype),
+        "residual": (residual, (x.shape[0], rows), x.dtype),
+        "next_norm": (next_norm, (rows,), x.dtype),
     }
-    for name, (tensor, shape) in expected.items():
+    for name, (tensor, shape, dtype) in expected.items():
         if tensor is None:
             continue
         if tuple(tensor.shape) != shape:
             raise RuntimeError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
-        if tensor.dtype != x.dtype:
-            raise RuntimeError(f"{name} must be {x.dtype} as x, got {tensor.dtype}")
+        if tensor.dtype != dtype:
+            raise RuntimeError(f"{name} must be {dtype}, got {tensor.dtype}")
         if tensor.device != x.device:
             raise RuntimeError(f"{name} is on {tensor.device}, and x on {x.device}")
         if not tensor.is_contiguous():

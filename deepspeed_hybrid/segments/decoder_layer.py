@@ -3,8 +3,11 @@
 # DeepSpeed Team
 """A decoder layer's decode step as five or six launches: every segment between two collectives is one chain of ops.
 
-mixer: norm + input product, the mixer's own kernel, output product + residual
-MLP:   norm + gate and up product + silu * up, down product + residual
+mixer: norm and input product, the mixer's own kernel, output product and residual
+MLP:   norm and gate and up product and silu * up, down product and residual
+
+The products that add a residual also prepare the next norm, of which the next product does the rest. From one layer to
+the next this goes beside the hidden state, which the model hands on.
 
 A prefill goes through the layer's own forward, in which the projections are fused as ever.
 """
@@ -32,9 +35,11 @@ ATTENTION_FACTS = {
 
 @dataclass(frozen=True)
 class DecodeOps:
-    """The ops of a decode step, or their references: fused_linear, gdn_decode and attention_decode."""
+    """The ops of a decode step, or their references, by the names of deepspeed_hybrid.ops."""
 
-    linear: Callable
+    normed_rows: Callable
+    normed_linear: Callable
+    residual_linear: Callable
     gdn: Callable
     attention: Callable
 
@@ -112,10 +117,43 @@ def _facts(module: nn.Module) -> set[str]:
     return {name for name in module.__dict__ if not name.startswith("_")}
 
 
+class PreparedNorm:
+    """What the last layer has prepared of a norm: good for the hidden state it was made from, and for nothing else."""
+
+    def __init__(self) -> None:
+        self._hidden: torch.Tensor | None = None
+        self._weight: torch.Tensor | None = None
+        self._parts: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def put(self, hidden: torch.Tensor, norm: Norm, scaled: torch.Tensor, squares: torch.Tensor) -> None:
+        self._hidden, self._weight, self._parts = hidden, norm.weight, (scaled, squares)
+
+    def take(self, hidden: torch.Tensor, norm: Norm, ops: DecodeOps) -> tuple[torch.Tensor, torch.Tensor]:
+        """scaled and squares of ``norm`` for ``hidden`` [M, K]; made here where nobody has."""
+        known, parts = self._hidden, self._parts
+        self._hidden = self._parts = None
+        same = known is not None and known.data_ptr() == hidden.data_ptr() and known.shape == hidden.shape
+        if parts is not None and same and self._weight is norm.weight:
+            return parts
+        return ops.normed_rows(hidden, norm.weight, norm.offset, norm.eps)
+
+
 def decoder_layer_binding(
-    layer: nn.Module, segments: list[Segment], fused: dict[str, FusedLinear], ops: DecodeOps
+    layer: nn.Module,
+    segments: list[Segment],
+    fused: dict[str, FusedLinear],
+    ops: DecodeOps,
+    input_norm: Norm,
+    next_norm: Norm,
+    prepared: PreparedNorm,
 ) -> Binding:
-    """Our forward for a layer without an obstacle. ``fused`` has the weights of its segments."""
+    """Our forward for a layer without an obstacle.
+
+    Args:
+        fused: has the weights of the layer's segments.
+        input_norm, next_norm: this layer's first norm, and the one that its result meets.
+        prepared: shared by all layers of the model.
+    """
     mixer = next(segment for segment in segments if segment.kind != GLU)
     mlp = next(segment for segment in segments if segment.kind == GLU)
     if mixer.kind == GDN:
@@ -129,13 +167,15 @@ def decoder_layer_binding(
             layer_forward,
             layer,
             ops,
+            prepared,
             decode,
-            rms_norm(layer.input_layernorm),
+            input_norm,
             fused[mixer.path],
             output,
             rms_norm(layer.post_attention_layernorm),
             fused[mlp.path],
             mlp.module.down_proj,
+            next_norm,
         ),
     )
 
@@ -143,6 +183,7 @@ def decoder_layer_binding(
 def layer_forward(
     layer: nn.Module,
     ops: DecodeOps,
+    prepared: PreparedNorm,
     decode: Callable,
     input_norm: Norm,
     inputs: FusedLinear,
@@ -150,6 +191,7 @@ def layer_forward(
     mlp_norm: Norm,
     gate_up: FusedLinear,
     down: nn.Linear,
+    next_norm: Norm,
     hidden_states: torch.Tensor,
     *args,
     **kwargs,
@@ -158,13 +200,15 @@ def layer_forward(
     cache = kwargs["cache"] if "cache" in kwargs else kwargs["past_key_values"]
     if cache.holder.plan.slots is not None or hidden_states.shape[1] != 1:
         return type(layer).forward(layer, hidden_states, *args, **kwargs)
-    x = hidden_states[:, 0]
-    projected = ops.linear(x, inputs.weight, *_of(input_norm), inputs.bias, None, False)
+    hidden = hidden_states[:, 0]
+    scaled, squares = prepared.take(hidden, input_norm, ops)
+    projected = ops.normed_linear(scaled, squares, input_norm.eps, inputs.weight, inputs.bias, False)
     core = decode(projected, cache, kwargs["position_embeddings"])
-    x = ops.linear(core, output.weight, None, 0.0, 0.0, output.bias, x, False)
-    gated = ops.linear(x, gate_up.weight, *_of(mlp_norm), None, None, True)
-    x = ops.linear(gated, down.weight, None, 0.0, 0.0, down.bias, x, False)
-    return x[:, None]
+    hidden, scaled, squares = ops.residual_linear(core, output.weight, output.bias, hidden, *_of(mlp_norm))
+    gated = ops.normed_linear(scaled, squares, mlp_norm.eps, gate_up.weight, None, True)
+    hidden, scaled, squares = ops.residual_linear(gated, down.weight, down.bias, hidden, *_of(next_norm))
+    prepared.put(hidden, next_norm, scaled, squares)
+    return hidden[:, None]
 
 
 def _of(norm: Norm) -> tuple[torch.Tensor, float, float]:
@@ -174,6 +218,11 @@ def _of(norm: Norm) -> tuple[torch.Tensor, float, float]:
 def gdn_decode_step(module: nn.Module, ops: DecodeOps, projected: torch.Tensor, cache, _) -> torch.Tensor:
     """Between the two products of a GatedDeltaNet layer: [B, N] -> [B, HV * DV]."""
     slots, plan = cache.layers[module.layer_idx], cache.holder.plan
+    slots.ensure(
+        projected.narrow(1, 0, module.in_proj_qkv.out_features),
+        module.conv_kernel_size,
+        (module.num_v_heads, module.head_k_dim, module.head_v_dim),
+    )
     norm = module.norm
     return ops.gdn(
         projected,
@@ -208,6 +257,9 @@ def attention_decode_step(
 ) -> torch.Tensor:
     """Between the two products of an attention layer: [B, N] -> [B, heads * head_dim]."""
     slots, plan = cache.layers[module.layer_idx], cache.holder.plan
+    if not slots.is_initialized:
+        like = projected.new_empty(0, module.k_proj.out_features // module.head_dim, 0, module.head_dim)
+        slots.lazy_initialization(like, like)
     cos, sin = (table.expand(projected.shape[0], -1, -1)[:, 0] for table in position_embeddings)
     query_norm, key_norm = norms
     return ops.attention(
@@ -239,12 +291,15 @@ def head_obstacle(decoder: nn.Module, head: nn.Module) -> str | None:
     return linear_obstacle("the head", head)
 
 
-def head_bindings(norm: nn.Module, head: nn.Linear, linear: Callable) -> list[Binding]:
+def head_bindings(
+    norm: nn.Module, head: nn.Linear, last_norm: Norm, ops: DecodeOps, prepared: PreparedNorm
+) -> list[Binding]:
     """The norm moves into the head's product, where a prefill also has it of one position alone."""
-    form = rms_norm(norm)
 
     def head_forward(hidden_states: torch.Tensor) -> torch.Tensor:
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        return linear(rows, head.weight, *_of(form), head.bias, None, False).view(*hidden_states.shape[:-1], -1)
+        scaled, squares = prepared.take(rows, last_norm, ops)
+        logits = ops.normed_linear(scaled, squares, last_norm.eps, head.weight, head.bias, False)
+        return logits.view(*hidden_states.shape[:-1], -1)
 
     return [Binding(norm, lambda hidden_states: hidden_states), Binding(head, head_forward)]

@@ -12,6 +12,7 @@ from deepspeed_hybrid.segments.apply import Binding
 from deepspeed_hybrid.segments.attention import attention_bindings
 from deepspeed_hybrid.segments.decoder_layer import (
     DecodeOps,
+    PreparedNorm,
     decoder_layer_binding,
     decoder_layer_obstacle,
     head_bindings,
@@ -19,6 +20,7 @@ from deepspeed_hybrid.segments.decoder_layer import (
 )
 from deepspeed_hybrid.segments.gdn import gdn_binding, is_gdn
 from deepspeed_hybrid.segments.mlp import glu_binding
+from deepspeed_hybrid.segments.norm import as_rms_norm, rms_norm
 from deepspeed_hybrid.segments.plan import ATTENTION, GDN, GLU, Segment, plan_segments
 from deepspeed_hybrid.segments.weights import FusedLinear, WeightSyncReport, sync
 
@@ -74,12 +76,21 @@ class Injection:
             self._bind_chains(self.chain)
 
     def _bind_chains(self, ops: DecodeOps) -> None:
-        decoder = text_model(self.model)
+        decoder, prepared = text_model(self.model), PreparedNorm()
         for index, layer in enumerate(decoder.layers):
             if self.unchained[index] is None:
-                self.bindings.append(decoder_layer_binding(layer, self._of_layer(index), self.fused, ops))
+                input_norm = rms_norm(layer.input_layernorm)
+                behind = decoder.norm
+                if index + 1 < len(decoder.layers):
+                    behind = getattr(decoder.layers[index + 1], "input_layernorm", behind)
+                next_norm = as_rms_norm(behind) or input_norm  # of another kind: nobody takes it
+                segments = self._of_layer(index)
+                self.bindings.append(
+                    decoder_layer_binding(layer, segments, self.fused, ops, input_norm, next_norm, prepared)
+                )
         if self.unchained[HEAD] is None:
-            self.bindings.extend(head_bindings(decoder.norm, self.model.get_output_embeddings(), ops.linear))
+            head = self.model.get_output_embeddings()
+            self.bindings.extend(head_bindings(decoder.norm, head, rms_norm(decoder.norm), ops, prepared))
 
     def replan(self) -> bool:
         """Look at the modules again (an adapter, a hook, another layer); whether the plan is another one."""

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from deepspeed_hybrid.ops.attention_decode import MAX_SPLITS
+from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
 
 # Two programs for each multiprocessor of the largest Hopper cards, so that one computes while the other loads.
 TARGET_PROGRAMS = 2 * 132
@@ -79,11 +80,13 @@ def _attend(
     GROUP_TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One split of one key/value head of one row, for all query heads that share it.
 
     ``scale`` includes log2(e): exponentials are powers of two.
     """
+    announce(PDL)
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(2)
     members = tl.arange(0, GROUP_TILE)
@@ -92,6 +95,7 @@ def _attend(
     inside = (members < GROUP)[:, None] & (dims < D)[None, :]
     result = out + (row * HKV * GROUP + heads[:, None]) * D + dims[None, :]
 
+    wait(PDL)
     if tl.load(parked + row):
         if DIRECT:
             tl.store(result, tl.zeros([GROUP_TILE, BLOCK_D], tl.float32), mask=inside)
@@ -180,8 +184,11 @@ def _combine(
     BLOCK: tl.constexpr,
     SPLIT_TILE: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Merge the splits of one query head of one row, in their order, and apply its gate."""
+    announce(PDL)
+    wait(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dims = tl.arange(0, BLOCK_D)
     entry = row * tl.num_programs(1) + head
@@ -301,6 +308,7 @@ def launch(
             BLOCK=block,
             num_warps=num_warps,
             num_stages=num_stages,
+            **pdl(projected),
         )
         if not direct:
             _combine[(rows, query_heads)](
@@ -320,5 +328,6 @@ def launch(
                 SPLIT_TILE=triton.next_power_of_2(splits),
                 CHUNK=min(16, triton.next_power_of_2(splits)),
                 num_warps=4,
+                **pdl(projected),
             )
     return out

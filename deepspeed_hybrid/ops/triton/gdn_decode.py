@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from deepspeed_hybrid.ops.gdn_decode import L2_EPS, checked_sizes
+from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
 
 # One choice for every batch: the order in which a sum over DK is added up follows from the number of warps, so that a
 # choice by batch would make the bits of a row depend on its batch mates. With a [128, 128] tile a thread holds 64
@@ -81,6 +82,7 @@ def gdn_decode_kernel(
     CONV_KERNEL: tl.constexpr,
     TILE: tl.constexpr,
     L2_EPSILON: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program for a row and a value head; its [DK, DV] state stays in registers from the load to the store.
 
@@ -89,6 +91,7 @@ def gdn_decode_kernel(
     more. So value heads that share a query and key head may run in any order. Each channel has one writer: of q and k
     the first value head of the group, of v its own.
     """
+    announce(PDL)
     GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     VALUES: tl.constexpr = VALUE_HEADS * VALUE_DIM
@@ -104,8 +107,17 @@ def gdn_decode_kernel(
     out_place = out + row * VALUES + value_place
 
     if tl.load(parked + row):
+        wait(PDL)
         tl.store(out_place, tl.zeros([TILE], dtype=out.dtype.element_ty), mask=value_mask)
         return
+
+    # The state is asked for before anything else, ahead of the projection's end: of this step only this program writes
+    # it. So are the weights.
+    state_place = state + (row * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM)
+    state_place += within[:, None] * VALUE_DIM + within[None, :]
+    state_mask = key_mask[:, None] & value_mask[None, :]
+    memory = tl.load(state_place, mask=state_mask, other=0.0).to(tl.float32)
+    wait(PDL)
 
     projected += row * projected_stride
     window += row * (CHANNELS * CONV_KERNEL)
@@ -114,12 +126,6 @@ def gdn_decode_kernel(
     a = tl.load(projected + CHANNELS + VALUES + VALUE_HEADS + head).to(tl.float32)
     a += tl.load(dt_bias + head).to(tl.float32)
     rate = tl.exp(tl.load(A_log + head).to(tl.float32))
-
-    # All that the program waits for is asked for before anything is computed, the state among the first.
-    state_place = state + (row * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM)
-    state_place += within[:, None] * VALUE_DIM + within[None, :]
-    state_mask = key_mask[:, None] & value_mask[None, :]
-    memory = tl.load(state_place, mask=state_mask, other=0.0).to(tl.float32)
 
     # q, k, v and z of the head in one vector: z shares the SiLU, and there is work for every thread. A vector shorter
     # than the program has threads Triton would load and convolve again in every thread that needs an element.
@@ -208,6 +214,7 @@ def launch(
             CONV_KERNEL=sizes.conv_kernel,
             TILE=triton.next_power_of_2(max(sizes.key_dim, sizes.value_dim)),
             L2_EPSILON=L2_EPS,
+            **pdl(projected),
             **(options or OPTIONS),
         )
     return out

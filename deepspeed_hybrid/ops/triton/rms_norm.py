@@ -7,10 +7,14 @@ import torch
 import triton
 import triton.language as tl
 
+from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
+
 
 @triton.jit
-def _normalise(x, weight, out, x_stride, offset, eps, K: tl.constexpr, BLOCK_K: tl.constexpr):
+def _normalise(x, weight, out, x_stride, offset, eps, K: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
     """One program for a row, which stays in registers."""
+    announce(PDL)
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
     value = tl.load(x + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
@@ -33,5 +37,6 @@ def launch(x: torch.Tensor, weight: torch.Tensor, offset: float, eps: float) -> 
             K=x.shape[1],
             BLOCK_K=triton.next_power_of_2(x.shape[1]),
             num_warps=4 if x.shape[1] <= 4096 else 8,
+            **pdl(x),
         )
     return out
