@@ -248,7 +248,10 @@ class HybridEngineRollout(RolloutEngine):
         ``release_memory()``, gathers by itself, and is then as collective as this. Only the engine's count of steps
         tells that copies are stale: call this also after ``load_checkpoint()``, and after writing to the weights.
         """
-        self._follow_weights()
+        if (
+            self._injection.gathered is None
+        ):  # else generate() follows: to look at all layers can take longer than this
+            self._follow_weights()
         return self._injection.sync()
 
     def _follow_weights(self) -> bool:

@@ -9,21 +9,20 @@ hooks have nothing to fetch or to free, and whatever a module or a user's hook r
 call of conv1d, a tied embedding, an external parameter) is a plain parameter.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 import deepspeed
 import torch
 from torch import nn
 
 from deepspeed_hybrid.compat import is_zero3_hook
+from deepspeed_hybrid.segments.apply import ModuleTables
 
 # Copies lie in blocks of about this size. Launching one copy a parameter would take about as long as the copying; one
 # for all of them would leave the device idle while it is put together.
 BLOCK_BYTES = 2**28
 ALIGNMENT = 16  # bytes, as vector loads of kernels want it
-HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def is_partitioned(parameter: torch.Tensor) -> bool:
@@ -34,10 +33,12 @@ def is_partitioned(parameter: torch.Tensor) -> bool:
 def partition_obstacle(parameter: nn.Parameter) -> str | None:
     """Why a partitioned parameter cannot be gathered here, or None."""
     partition, ranks = parameter.ds_tensor, _ranks(parameter)
+    if getattr(partition, "final_location", None) == "nvme":
+        return "its partition is offloaded to NVMe"
     if partition.dtype != parameter.dtype:
         return f"its partition is quantised ({partition.dtype})"
     if partition.numel() != -(-parameter.ds_numel // ranks):
-        return f"its partition is not in memory, or not the share of one of {ranks} ranks (NVMe offload, MiCS)"
+        return f"its partition is not the share of one of {ranks} ranks (MiCS)"
     return None
 
 
@@ -63,18 +64,14 @@ class GatheredWeights:
         self.step: int | None = None  # that the copies are of; None: there are none
         self._copies: dict[nn.Parameter, nn.Parameter] = {}
         self._places: list[tuple[nn.Parameter, torch.Tensor, int]] = []  # its copy, flat, and the ranks it is from
-        self._exchanged: list[tuple[nn.Module, str, object]] = []
+        self._tables = ModuleTables(model, dropped=is_zero3_hook)
 
     @property
     def nbytes(self) -> int:
         return sum(copy.nbytes for copy in self._copies.values())
 
     def check(self) -> None:
-        """Copies must not be served once the engine has stepped.
-
-        Raises:
-            RuntimeError: they are of another step.
-        """
+        """Raise a RuntimeError if the engine has stepped since the copies were gathered."""
         if self.step not in (None, self.engine.global_steps):
             raise RuntimeError(
                 f"the gathered weights are those of optimizer step {self.step} and the engine is at step "
@@ -130,7 +127,7 @@ class GatheredWeights:
 
     def serving(self) -> AbstractContextManager[None]:
         """Inside, modules have the copies for parameters and only the hooks of others; on exit, what they had."""
-        return self._exchanged_tables(self._copies.__getitem__)
+        return self._tables.exchanged(self._copies.__getitem__)
 
     def bare(self) -> AbstractContextManager[None]:
         """Inside, modules have their parameters and only the hooks of others.
@@ -138,35 +135,7 @@ class GatheredWeights:
         DeepSpeed's table gathers a parameter that is asked for by name where it believes to be in a forward, as it
         does for ever after one that failed.
         """
-        return self._exchanged_tables(lambda own: own)
-
-    @contextmanager
-    def _exchanged_tables(self, stand_in: Callable[[nn.Parameter], nn.Parameter]) -> Iterator[None]:
-        self._take_back()  # what an interrupt in the middle of doing so has left
-        try:
-            for module in self.model.modules():
-                self._exchange(module, stand_in)
-            yield
-        finally:
-            self._take_back()
-
-    def _exchange(self, module: nn.Module, stand_in: Callable[[nn.Parameter], nn.Parameter]) -> None:
-        tables: dict[str, dict] = {
-            "_parameters": {name: None if own is None else stand_in(own) for name, own in module._parameters.items()}
-        }
-        for name in HOOK_TABLES:
-            hooks = module.__dict__[name].items()
-            tables[name] = OrderedDict((key, hook) for key, hook in hooks if not is_zero3_hook(hook))
-        for name, table in tables.items():
-            if module.__dict__[name]:
-                self._exchanged.append((module, name, module.__dict__[name]))
-                module.__dict__[name] = table
-
-    def _take_back(self) -> None:
-        while self._exchanged:
-            module, name, table = self._exchanged[-1]
-            module.__dict__[name] = table
-            self._exchanged.pop()
+        return self._tables.exchanged(lambda own: own)
 
     def release(self) -> None:
         self.step = None

@@ -8,6 +8,7 @@ import copy
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from harness import assert_same_answers, greedy, prompt
 from models import LoraLinear, Tokenizer, engine_of, ragged_prompts, solo, tiny_model
@@ -15,7 +16,7 @@ from models import LoraLinear, Tokenizer, engine_of, ragged_prompts, solo, tiny_
 from deepspeed_hybrid import HybridEngineRollout, HybridEngineRolloutConfig, RolloutRequest, SamplingConfig
 from deepspeed_hybrid.segments.gathered import GatheredWeights
 
-PROMPTS, NEW_TOKENS, STEPS = [3, 7, 5], 10, 5
+PROMPTS, NEW_TOKENS, STEPS = [3, 7, 5], 6, 5
 # Some parameters partitioned all the time and some kept whole between steps, as in a large model.
 ZERO3 = {"stage": 3, "stage3_param_persistence_threshold": 1000}
 
@@ -122,12 +123,12 @@ def test_every_synced_step_is_served_from_copies_that_stay(zero3, name):
     for rollout in rollouts:
         assert "packed" in rollout.describe() and rollout.memory_report()["packed_weights"] == 0
     batches, addresses = [], []
-    for step in range(STEPS + 1):
+    for step in range((STEPS if name == "qwen3_5" else 2) + 1):
         if step:
             train_step(engine, step)
         expected = oracles(plain, model)
         for rollout in rollouts:
-            if step:
+            if step:  # the first generate() gathers by itself
                 report = rollout.sync_segki_weights()
                 assert set(report.modes.values()) == {"packed"} and report.bytes_copied == size and report.seconds > 0
             batches.append(answer(rollout))
@@ -283,6 +284,7 @@ def test_generating_leaves_modules_and_parameters_as_they_were(zero3):
     rollout = rollout_in(engine)
     before = traces(engine)
     assert len({status for _, status, *_ in before["parameters"]}) == 2, "whole ones, and partitioned ones"
+    assert any(before["external"]), "conv1d.weight is read without a call of conv1d"
     answer(rollout)
     assert traces(engine) == before
     sampling = SamplingConfig(max_new_tokens=20, temperature=0.0, continuous_batch_size=1)
@@ -362,7 +364,9 @@ def test_partitions_that_cannot_be_gathered_are_refused(zero3):
     engine = zero3(tiny_model("qwen3"))
     weight = engine.module.model.layers[1].mlp.up_proj.weight
     whole = weight.ds_tensor
-    for partition, reason in ((whole.to(torch.int8), "quantised"), (whole[:0], "NVMe")):
+    swapped = whole.clone()
+    swapped.final_location = OffloadDeviceEnum.nvme
+    for partition, reason in ((whole.to(torch.int8), "quantised"), (whole[:7], "MiCS"), (swapped, "NVMe")):
         weight.ds_tensor = partition
         with pytest.raises(ValueError, match=f"layers.1.mlp.up_proj.weight cannot be gathered .*{reason}"):
             rollout_in(engine)
