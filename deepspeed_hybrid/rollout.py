@@ -248,9 +248,8 @@ class HybridEngineRollout(RolloutEngine):
         ``release_memory()``, gathers by itself, and is then as collective as this. Only the engine's count of steps
         tells that copies are stale: call this also after ``load_checkpoint()``, and after writing to the weights.
         """
-        if (
-            self._injection.gathered is None
-        ):  # else generate() follows: to look at all layers can take longer than this
+        gathered = self._injection.gathered
+        if gathered is None or gathered.step is None:  # else left to generate(): looking can take longer than copying
             self._follow_weights()
         return self._injection.sync()
 

@@ -224,6 +224,21 @@ def test_rows_still_running_do_not_outlive_a_step(zero3):
         next(rows)
 
 
+def test_checkpoint_of_another_step_is_refused_until_a_sync(zero3, tmp_path):
+    engine = zero3(tiny_model("qwen3").train())
+    rollout = rollout_in(engine)
+    first = answer(rollout)
+    engine.save_checkpoint(str(tmp_path), tag="saved")
+    train_step(engine, 0)
+    rollout.sync_segki_weights()
+    assert not torch.equal(answer(rollout).logprobs, first.logprobs)
+    engine.load_checkpoint(str(tmp_path), tag="saved")
+    with pytest.raises(RuntimeError, match="optimizer step 1.*step 0"):
+        answer(rollout)
+    rollout.sync_segki_weights()
+    assert torch.equal(answer(rollout).logprobs, first.logprobs)
+
+
 def test_release_gives_the_copies_back(zero3):
     engine = zero3(tiny_model().train())
     rollout = rollout_in(engine)

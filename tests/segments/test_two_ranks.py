@@ -92,7 +92,11 @@ def test_two_ranks_answer_their_own_prompts():
         )
         for rank in range(2)
     ]
-    outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+    try:
+        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], "\n\n".join(outputs)
     steps = [[line for line in output.splitlines() if line.startswith("step ")] for output in outputs]
     assert len(steps[0]) == len(steps[1]) == 3 and steps[0] != steps[1], "ranks are to stop at different times"
