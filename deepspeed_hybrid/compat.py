@@ -27,6 +27,7 @@ __all__ = [
     "causal_model",
     "gdn_kernels",
     "is_silu",
+    "is_zero3_hook",
     "layer_kinds",
     "text_config",
     "text_model",
@@ -35,6 +36,8 @@ __all__ = [
 GDN_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 CHUNK_FUNCTION, RECURRENT_FUNCTION = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
 ATTENTION_WITH_DENSE_MASKS = ("sdpa", "eager")
+# Where the functions come from that a ZeRO-3 engine hooks into modules; its profiling decorator hides some origins.
+ZERO3_HOOK_SOURCES = ("deepspeed.runtime.engine", "deepspeed.runtime.zero.", "deepspeed.utils.nvtx")
 
 
 def causal_model(module: nn.Module) -> nn.Module:
@@ -65,6 +68,11 @@ def adapter_states(model: nn.Module) -> tuple:
 def is_silu(activation: object) -> bool:
     """Whether an activation module is x * sigmoid(x)."""
     return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
+
+
+def is_zero3_hook(hook: Callable) -> bool:
+    """Whether a module's hook is one of those with which a DeepSpeed engine fetches and frees partitioned weights."""
+    return (getattr(hook, "__module__", None) or "").startswith(ZERO3_HOOK_SOURCES)
 
 
 def text_config(model: nn.Module):

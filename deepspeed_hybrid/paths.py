@@ -5,6 +5,7 @@
 
 import importlib.util
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +23,7 @@ from deepspeed_hybrid.ops.gdn_gates import gdn_gates, gdn_gates_reference
 from deepspeed_hybrid.ops.loader import op_obstacle
 from deepspeed_hybrid.segments.apply import refuse_kernelized
 from deepspeed_hybrid.segments.decoder_layer import DecodeOps
+from deepspeed_hybrid.segments.gathered import GatheredWeights, is_partitioned, partition_obstacle
 from deepspeed_hybrid.segments.injection import Injection
 from deepspeed_hybrid.segments.plan import Segment, plan_segments
 
@@ -57,6 +59,8 @@ class Paths:
         if self.injection.segments:
             heads = ("layer", "segment", "kernel", "weights", "left alone because")
             lines += ["", *_table([heads, *self.injection.rows()])]
+        if self.injection.gathered is not None:
+            lines += ["", "weights: packed copies, gathered from ZeRO stage 3 by sync_segki_weights()"]
         lines += ["", f"graph capture: {'on' if self.graph else 'off'}"]
         return "\n".join([*lines, *self.notes])
 
@@ -75,8 +79,11 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
     model = causal_model(engine.module)
     refuse_kernelized(model)
     device = check_weights(engine, model)
+    gathered = GatheredWeights(model, engine, device) if partitions_weights(engine, model) else None
     call = ModelCall(model)
-    kinds = layer_kinds(model)
+    with gathered.bare() if gathered is not None else nullcontext():
+        layers = _layer_paths(model, layer_kinds(model), call)
+        segments = plan_segments(model, cfg.segki_kernel)
 
     obstacle = backend_obstacle(cfg.segki_backend, device)
     if obstacle:
@@ -88,7 +95,7 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
             off[name] = "every row has a slot and positions of its own"
     graph_obstacle = "there is no CUDA device" if device.type != "cuda" else call.graph_obstacle()
     graph = _decide("use_graph_capture", cfg.use_graph_capture, graph_obstacle, off)
-    obstacle = segments_obstacle(plan_segments(model, cfg.segki_kernel))
+    obstacle = segments_obstacle(segments)
     fused_kinds = cfg.segki_kernel if _decide("use_segki", cfg.use_segki, obstacle, off) else None
     may_move = zero_stage(engine) == 0
     ops = {name: _op(name, op, reference, device, cfg, off) for name, (op, reference) in OPS.items()}
@@ -102,8 +109,10 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
         device=device,
         graph=graph,
         choose=ops["decode_step"],
-        injection=Injection(model, fused_kinds, may_move, ops["fused_silu_mul_halves"], ops["gdn_gates"], chain),
-        layers=_layer_paths(model, kinds, call),
+        injection=Injection(
+            model, fused_kinds, may_move, ops["fused_silu_mul_halves"], ops["gdn_gates"], chain, gathered
+        ),
+        layers=layers,
         off=off,
     )
 
@@ -113,20 +122,34 @@ def zero_stage(engine) -> int:
     return engine.zero_optimization_stage() if hasattr(engine, "zero_optimization_stage") else 0
 
 
+def partitions_weights(engine, model: nn.Module) -> bool:
+    """Whether ZeRO-3 has taken the parameters."""
+    return zero_stage(engine) == 3 or any(map(is_partitioned, model.parameters()))
+
+
 def check_weights(engine, model: nn.Module) -> torch.device:
-    """The device all parameters are on.
+    """The device that the weights are generated with on.
 
     Raises:
-        ValueError: meta, quantised or scattered weights, or weights partitioned by ZeRO-3.
+        ValueError: meta, quantised or scattered weights, or partitioned ones that cannot be gathered.
     """
     parameters = dict(model.named_parameters())
-    if zero_stage(engine) == 3 or any(hasattr(parameter, "ds_id") for parameter in parameters.values()):
-        raise ValueError("engine partitions its weights (ZeRO stage 3), which is not supported yet; use stage 0 to 2")
+    partitioned = partitions_weights(engine, model)
+    if partitioned and not hasattr(engine, "global_steps"):
+        raise ValueError(
+            "model parameters are partitioned (ZeRO stage 3), and engine has no global_steps to tell when copies of "
+            "them are stale; pass the engine that deepspeed.initialize() returned"
+        )
     for name, parameter in parameters.items():
         if parameter.is_meta:
             raise ValueError(f"model parameter {name} is on the meta device; load the weights first")
         if not parameter.is_floating_point() or parameter.element_size() < 2:
             raise ValueError(f"model parameter {name} is quantised ({parameter.dtype}); accepted are fp32, bf16, fp16")
+        obstacle = partition_obstacle(parameter) if is_partitioned(parameter) else None
+        if obstacle:
+            raise ValueError(f"model parameter {name} cannot be gathered from ZeRO stage 3: {obstacle}")
+    if partitioned:  # parts may be offloaded
+        return torch.device(get_accelerator().current_device_name())
     devices = {parameter.device for parameter in parameters.values()}
     if len(devices) != 1:
         raise ValueError(f"model must be on one device; its parameters are on {sorted(map(str, devices))}")

@@ -32,7 +32,7 @@ from deepspeed_hybrid.generation.requests import (
 )
 from deepspeed_hybrid.paths import Paths, resolve_paths
 from deepspeed_hybrid.profile import continuous_stats, profile
-from deepspeed_hybrid.segments.apply import bound
+from deepspeed_hybrid.segments.gathered import address
 from deepspeed_hybrid.segments.weights import WeightSyncReport
 
 
@@ -110,7 +110,7 @@ class HybridEngineRollout(RolloutEngine):
 
         Raises:
             ValueError: bad input, named, before any state has changed.
-            RuntimeError: after ``shutdown()``.
+            RuntimeError: after ``shutdown()``, or after an optimizer step without a sync where weights are gathered.
         """
         start = time.perf_counter()
         job = self._prepare(request, sampling)
@@ -150,8 +150,8 @@ class HybridEngineRollout(RolloutEngine):
                     raise RuntimeError("generate_iter() was overtaken: another call has used its slots since")
                 if self._follow_weights() and rounds is not None and self._graphs is not None:
                     raise RuntimeError("parameters were replaced or moved while rows were running in a captured graph")
+                self._injection.freshen()  # packed copies follow parameters that were written without notice
                 with self._generating():
-                    self._injection.sync()  # packed copies follow parameters that were written without notice
                     if rounds is None:
                         self._arena.reserve(job.slots, self._tokens_a_slot(job))
                         rounds = run_rows(
@@ -187,7 +187,7 @@ class HybridEngineRollout(RolloutEngine):
             torch.no_grad(),
             # Slots have the parameters' dtype, and a captured step must not hold autocast's copies of them.
             torch.autocast(self._paths.device.type, enabled=False),
-            bound(self._injection.bindings),
+            self._injection.bound(),
             dense_mask_attention(model),
         ):
             try:
@@ -206,6 +206,7 @@ class HybridEngineRollout(RolloutEngine):
         if self._follow_weights():
             self._run += 1  # an iterator that is still open stood on what is released here
             self._arena.release()  # another dtype or width would not fit its buffers
+        self._injection.check()
         prompts = check_prompts(
             request.prompt_ids, request.prompt_attention_mask, call.config.vocab_size, self._paths.device
         )
@@ -245,15 +246,23 @@ class HybridEngineRollout(RolloutEngine):
         self.sync_segki_weights()
 
     def sync_segki_weights(self) -> WeightSyncReport:
-        """Refresh every derived weight in place, at addresses that stay. Views of the parameters cost nothing."""
-        self._follow_weights()
+        """Refresh every derived weight in place, at addresses that stay. Views of the parameters cost nothing.
+
+        Under ZeRO stage 3 this gathers all weights, so that every rank must call it, once after each
+        ``engine.step()``; a ``generate()`` without it is refused. The first ``generate()``, and that after a
+        ``release_memory()``, gathers by itself, and is then as collective as this. Only the engine's count of steps
+        tells that copies are stale: call this also after ``load_checkpoint()``, and after writing to the weights.
+        """
+        gathered = self._injection.gathered
+        if gathered is None or gathered.step is None:  # else left to generate(): looking can take longer than copying
+            self._follow_weights()
         return self._injection.sync()
 
     def _follow_weights(self) -> bool:
         """Fuse anew, and drop the graphs, where parameters or layers were replaced or moved; whether they were."""
         changed = self._injection.replan() or self._weight_addresses() != self._weights_seen
         if changed:
-            self._injection.fuse()
+            self._injection.follow()
             self._weights_seen = self._weight_addresses()
             if self._graphs is not None and len(self._graphs):
                 logger.warning("deepspeed_hybrid: parameters were replaced or moved; captured graphs are dropped")
@@ -264,8 +273,7 @@ class HybridEngineRollout(RolloutEngine):
         """What a captured step has baked in: places and layouts of the weights, and which adapters take part."""
         model = self._paths.call.model
         tensors = (tensor for source in (model.parameters(), model.buffers()) for tensor in source)
-        places = tuple((tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors)
-        return places, adapter_states(model)
+        return tuple(map(address, tensors)), adapter_states(model)
 
     # ---------------------------------------------------------------------------------------------------- reports
 
@@ -317,8 +325,9 @@ class HybridEngineRollout(RolloutEngine):
     # ----------------------------------------------------------------------------------------------------- memory
 
     def release_memory(self) -> None:
-        """Give cache, state and graphs back to the allocator; the next ``generate()`` makes them anew."""
+        """Give cache, state, graphs and gathered weights back; the next ``generate()`` makes them anew."""
         self._run += 1
+        self._injection.release()
         self._arena.release()
         self._paths.empty_cache()
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""Bind forwards on module instances while generating, and take every one of them back."""
+"""Bind forwards, parameters and hooks on module instances while generating, and take every one of them back."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,3 +49,46 @@ def bound(bindings: list[Binding]) -> Iterator[None]:
                 module.__dict__.pop("forward", None)
             else:
                 module.__dict__["forward"] = original
+
+
+class ModuleTables:
+    """The tables in which modules keep parameters and hooks, exchanged for plain ones.
+
+    Args:
+        model: all of its modules.
+        dropped: says of a forward hook that it is not to run meanwhile.
+    """
+
+    HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+    def __init__(self, model: nn.Module, dropped: Callable[[Callable], bool]):
+        self.model, self.dropped = model, dropped
+        self._originals: list[tuple[nn.Module, str, dict]] = []
+
+    @contextmanager
+    def exchanged(self, stand_in: Callable[[nn.Parameter], nn.Parameter]) -> Iterator[None]:
+        """Inside, each module has ``stand_in(parameter)`` for its parameters; on exit, the very tables it had."""
+        self._take_back()  # what is left where an interrupt struck while they were being taken back
+        try:
+            for module in self.model.modules():
+                for name, table in self._tables(module, stand_in).items():
+                    self._originals.append((module, name, module.__dict__[name]))
+                    module.__dict__[name] = table
+            yield
+        finally:
+            self._take_back()
+
+    def _tables(self, module: nn.Module, stand_in: Callable) -> dict[str, dict]:
+        own = module.__dict__["_parameters"].items()
+        tables = {"_parameters": {name: None if one is None else stand_in(one) for name, one in own}} if own else {}
+        for name in self.HOOKS:
+            hooks = module.__dict__[name].items()
+            if hooks:  # an ordered table, since handles to hooks refer to theirs weakly
+                tables[name] = OrderedDict((key, hook) for key, hook in hooks if not self.dropped(hook))
+        return tables
+
+    def _take_back(self) -> None:
+        while self._originals:
+            module, name, table = self._originals[-1]
+            module.__dict__[name] = table
+            self._originals.pop()

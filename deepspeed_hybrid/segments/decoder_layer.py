@@ -104,7 +104,7 @@ def _mixer_obstacle(mixer: Segment) -> str | None:
         return f"the modules of attention are {', '.join(sorted(children))}"
     if "q_norm" in children:
         queries, keys = as_rms_norm(module.q_norm), as_rms_norm(module.k_norm)
-        if queries is None or keys is None or module.q_norm.weight.shape != (module.head_dim,):
+        if queries is None or keys is None or {queries.size, keys.size} != {module.head_dim}:
             return "q_norm and k_norm are not RMSNorms of a head"
         if (queries.offset, queries.eps) != (keys.offset, keys.eps):
             return "q_norm and k_norm differ"

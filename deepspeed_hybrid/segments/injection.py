@@ -3,12 +3,13 @@
 # DeepSpeed Team
 """The segments of one model: planned once, fused over its weights, bound while it generates."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 from torch import nn
 
 from deepspeed_hybrid.compat import layer_kinds, text_model
-from deepspeed_hybrid.segments.apply import Binding
+from deepspeed_hybrid.segments.apply import Binding, bound
 from deepspeed_hybrid.segments.attention import attention_bindings
 from deepspeed_hybrid.segments.decoder_layer import (
     DecodeOps,
@@ -18,11 +19,14 @@ from deepspeed_hybrid.segments.decoder_layer import (
     head_bindings,
     head_obstacle,
 )
+from deepspeed_hybrid.segments.gathered import GatheredWeights
 from deepspeed_hybrid.segments.gdn import gdn_binding, is_gdn
 from deepspeed_hybrid.segments.mlp import glu_binding
 from deepspeed_hybrid.segments.norm import as_rms_norm, rms_norm
 from deepspeed_hybrid.segments.plan import ATTENTION, GDN, GLU, Segment, plan_segments
-from deepspeed_hybrid.segments.weights import FusedLinear, WeightSyncReport, sync
+from deepspeed_hybrid.segments.weights import PACKED, FusedLinear, WeightSyncReport, refresh, sync, timed
+
+WHOLE_MODEL = "model"  # in a report under ZeRO-3: every parameter is copied, in a segment or not
 
 HEAD = -1  # the key of the last norm and the head, among layer numbers
 
@@ -40,6 +44,7 @@ class Injection:
         silu_mul: the ``fused_silu_mul_halves`` op, or its reference.
         gates: the ``gdn_gates`` op, or its reference.
         chain: the ops of whole decoder layers in a decode step, or why there are none.
+        gathered: the copies to generate with where ZeRO-3 has partitioned the parameters, or None.
     """
 
     def __init__(
@@ -50,33 +55,54 @@ class Injection:
         silu_mul: Callable,
         gates: Callable,
         chain: DecodeOps | str,
+        gathered: GatheredWeights | None = None,
     ):
         self.model, self.kinds, self.may_move = model, kinds, may_move
         self.silu_mul, self.gates, self.chain = silu_mul, gates, chain
+        self.gathered = gathered
         self.segments, self.unchained = self._plan()
-        self.fuse()
+        self.fused: dict[str, FusedLinear] = {}
+        self.bindings: list[Binding] = []
+        self.follow()
 
-    def fuse(self) -> None:
-        """Make the fused weights from the parameters as they are now, and the forwards that use them."""
-        chosen = [segment for segment in self.segments if segment.reason is None]
-        self.fused = {segment.path: FusedLinear(segment.projections, self.may_move) for segment in chosen}
-        inputs = {id(segment.module): self.fused[segment.path] for segment in chosen if segment.kind == GDN}
-        self.bindings: list[Binding] = [
+    def follow(self) -> None:
+        """Start anew from the parameters and layers as they are now. Gathered copies wait for the next ``sync()``."""
+        self.release()
+        if self.gathered is None:
+            self._fuse()
+
+    def release(self) -> None:
+        """Give gathered copies back; the next ``freshen()`` or ``sync()`` makes them anew."""
+        if self.gathered is not None:
+            self.gathered.release()
+            self.fused, self.bindings = {}, []
+
+    @property
+    def _chosen(self) -> list[Segment]:
+        return [segment for segment in self.segments if segment.reason is None]
+
+    def _fuse(self) -> None:
+        """Make the fused weights from the parameters that the modules have, and the forwards that use them."""
+        self.fused = {segment.path: FusedLinear(segment.projections, self.may_move) for segment in self._chosen}
+        inputs = {id(segment.module): self.fused[segment.path] for segment in self._chosen if segment.kind == GDN}
+        bindings = [
             gdn_binding(module, inputs.get(id(module)), self.gates)
             for module in self.model.modules()
             if is_gdn(module)
         ]
-        for segment in chosen:
+        for segment in self._chosen:
             fused = self.fused[segment.path]
             if segment.kind == GLU:
-                self.bindings.append(glu_binding(segment.module, fused, self.silu_mul))
+                bindings.append(glu_binding(segment.module, fused, self.silu_mul))
             elif segment.kind == ATTENTION:
-                self.bindings.extend(attention_bindings(segment.projections, fused))
+                bindings.extend(attention_bindings(segment.projections, fused))
         if isinstance(self.chain, DecodeOps):
-            self._bind_chains(self.chain)
+            bindings.extend(self._chains(self.chain))
+        self.bindings = bindings
 
-    def _bind_chains(self, ops: DecodeOps) -> None:
-        decoder, prepared = text_model(self.model), PreparedNorm()
+    def _chains(self, ops: DecodeOps) -> list[Binding]:
+        """Of the decoder layers and the head that can be chains."""
+        decoder, prepared, bindings = text_model(self.model), PreparedNorm(), []
         for index, layer in enumerate(decoder.layers):
             if self.unchained[index] is None:
                 input_norm = rms_norm(layer.input_layernorm)
@@ -84,13 +110,14 @@ class Injection:
                 if index + 1 < len(decoder.layers):
                     behind = getattr(decoder.layers[index + 1], "input_layernorm", behind)
                 next_norm = as_rms_norm(behind) or input_norm  # of another kind: nobody takes it
-                segments = self._of_layer(index)
-                self.bindings.append(
+                segments = [segment for segment in self.segments if segment.layer == index]
+                bindings.append(
                     decoder_layer_binding(layer, segments, self.fused, ops, input_norm, next_norm, prepared)
                 )
         if self.unchained[HEAD] is None:
             head = self.model.get_output_embeddings()
-            self.bindings.extend(head_bindings(decoder.norm, head, rms_norm(decoder.norm), ops, prepared))
+            bindings.extend(head_bindings(decoder.norm, head, rms_norm(decoder.norm), ops, prepared))
+        return bindings
 
     def replan(self) -> bool:
         """Look at the modules again (an adapter, a hook, another layer); whether the plan is another one."""
@@ -105,42 +132,84 @@ class Injection:
         return any(kind == "full_attention" and self.unchained[index] for index, kind in enumerate(kinds))
 
     def _plan(self) -> tuple[list[Segment], dict[int, str | None]]:
-        """The segments, and why the decode step of a layer (or of HEAD) is not one chain; None where it is."""
-        segments = [] if self.kinds is None else plan_segments(self.model, self.kinds)
+        with self.gathered.bare() if self.gathered is not None else nullcontext():
+            segments = [] if self.kinds is None else plan_segments(self.model, self.kinds)
+            return segments, self._unchained(segments)
+
+    def _unchained(self, segments: list[Segment]) -> dict[int, str | None]:
+        """Why the decode step of each layer (and of HEAD) is not one chain; None where it is."""
         decoder = text_model(self.model)
-        indices = [HEAD, *range(len(decoder.layers))]
+        of_layer: dict[int, list[Segment]] = {index: [] for index in range(len(decoder.layers))}
         if self.kinds is None or isinstance(self.chain, str):
             reason = self.chain if isinstance(self.chain, str) else "no segment is fused"
-            return segments, dict.fromkeys(indices, reason)
-        of_layer: dict[int, list[Segment]] = {index: [] for index in indices}
+            return dict.fromkeys([HEAD, *of_layer], reason)
         for segment in segments:
             of_layer[segment.layer].append(segment)
-        unchained = {
-            index: decoder_layer_obstacle(layer, of_layer[index]) for index, layer in enumerate(decoder.layers)
-        }
-        return segments, {HEAD: head_obstacle(decoder, self.model.get_output_embeddings()), **unchained}
+        reasons = {index: decoder_layer_obstacle(layer, of_layer[index]) for index, layer in enumerate(decoder.layers)}
+        return {HEAD: head_obstacle(decoder, self.model.get_output_embeddings()), **reasons}
 
-    def _of_layer(self, index: int) -> list[Segment]:
-        return [segment for segment in self.segments if segment.layer == index]
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        """The model with our forwards, and with gathered weights where there are any."""
+        with self.gathered.serving() if self.gathered is not None else nullcontext(), bound(self.bindings):
+            yield
+
+    def check(self) -> None:
+        """Gathered copies are served at the engine's step alone, and never refreshed unasked: ranks may disagree on
+        whether to call generate(), and a collective that only some of them join never ends.
+
+        Raises:
+            RuntimeError: they are of another step.
+        """
+        if self.gathered is not None:
+            self.gathered.check()
+
+    def freshen(self) -> None:
+        """Before rows run: copies of local parameters follow them; gathered ones are made if there are none."""
+        self.check()
+        if self.gathered is None:
+            refresh(self.fused)
+        elif self.gathered.step is None:
+            self._gather(self.gathered)
 
     def sync(self) -> WeightSyncReport:
-        """Refresh packed copies in place."""
-        return sync(self.fused)
+        """Refresh packed and gathered copies in place."""
+        gathered = self.gathered
+        return sync(self.fused) if gathered is None else timed(self._modes(), lambda: self._gather(gathered))
+
+    def _gather(self, gathered: GatheredWeights) -> int:
+        """The bytes written. Fused weights are views of what is gathered; only layers that share one are packed."""
+        if gathered.step is None:
+            with gathered.bare():
+                groups = self._groups()
+            gathered.allocate(groups)
+            with gathered.serving():
+                self._fuse()
+        return gathered.gather() + refresh(self.fused)
+
+    def _groups(self) -> list[list[nn.Parameter]]:
+        layers = [segment.projections for segment in self._chosen]
+        weights = [[layer.weight for layer in group] for group in layers]
+        return weights + [[layer.bias for layer in group] for group in layers if group[0].bias is not None]
+
+    def _modes(self) -> dict[str, str]:
+        if self.gathered is not None:
+            return {WHOLE_MODEL: PACKED, **{segment.path: PACKED for segment in self._chosen}}
+        return {path: linear.mode for path, linear in self.fused.items()}
 
     @property
     def packed_bytes(self) -> int:
-        return sum(linear.packed_bytes for linear in self.fused.values())
+        gathered = 0 if self.gathered is None else self.gathered.nbytes
+        return gathered + sum(linear.packed_bytes for linear in self.fused.values())
 
     def rows(self) -> list[tuple[str, str, str, str, str]]:
         """Layer, segment, kernel, weight mode and reason of every planned segment."""
-        table = []
+        modes, table = self._modes(), []
         for segment in self.segments:
-            linear = self.fused.get(segment.path)
-            kernel = "one product of " + " ".join(segment.names) if linear else "left alone"
-            table.append(
-                (str(segment.layer), segment.kind, kernel, linear.mode if linear else "-", segment.reason or "")
-            )
+            kernel = "left alone" if segment.reason else "one product of " + " ".join(segment.names)
+            mode = "-" if segment.reason else modes[segment.path]
+            table.append((str(segment.layer), segment.kind, kernel, mode, segment.reason or ""))
         for index, reason in self.unchained.items():
             where = "head" if index == HEAD else str(index)
             table.append((where, "decode_step", "left alone" if reason else "one chain of ops", "-", reason or ""))
-        return sorted(table, key=lambda row: (row[0] == "head", int(row[0]) if row[0] != "head" else 0))
+        return sorted(table, key=lambda row: float("inf") if row[0] == "head" else int(row[0]))

@@ -11,8 +11,9 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Norm:
-    """x * rsqrt(mean(x^2) + eps) * (weight + offset)."""
+    """x * rsqrt(mean(x^2) + eps) * (weight + offset), over ``size`` elements."""
 
+    size: int
     weight: torch.Tensor
     offset: float
     eps: float
@@ -34,7 +35,7 @@ def as_rms_norm(module: nn.Module) -> Norm | None:
     if key not in _OFFSETS:
         _OFFSETS[key] = _offset(module, size, eps)
     offset = _OFFSETS[key]
-    return None if offset is None else Norm(weight, offset, eps)
+    return None if offset is None else Norm(size, weight, offset, eps)
 
 
 def rms_norm(module: nn.Module) -> Norm:

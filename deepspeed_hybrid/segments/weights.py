@@ -4,9 +4,11 @@
 """Fused weights over the parameters that train: views where memory allows it, packed copies where it does not."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 ALIASED, PACKED = "aliased", "packed"
@@ -16,7 +18,8 @@ ALIASED, PACKED = "aliased", "packed"
 class WeightSyncReport:
     """Modes of the fused weights and what refreshing them cost."""
 
-    modes: dict[str, str] = field(default_factory=dict)  # segment path -> 'aliased' (never stale) or 'packed'
+    # Segment path, and 'model' where all of it is gathered (ZeRO-3) -> 'aliased' (never stale) or 'packed'.
+    modes: dict[str, str] = field(default_factory=dict)
     bytes_copied: int = 0
     seconds: float = 0.0
 
@@ -96,15 +99,23 @@ class FusedLinear:
         return sum(tensor.refresh() for tensor in self.tensors)
 
 
+def refresh(fused: dict[str, FusedLinear]) -> int:
+    """Copy what is packed, in place; the bytes written. Views cost nothing."""
+    return sum(linear.refresh() for linear in fused.values())
+
+
 def sync(fused: dict[str, FusedLinear]) -> WeightSyncReport:
-    """Refresh every packed copy in place. Views cost nothing."""
+    """Refresh every packed copy, and wait for it."""
+    return timed({path: linear.mode for path, linear in fused.items()}, lambda: refresh(fused))
+
+
+def timed(modes: dict[str, str], copy: Callable[[], int]) -> WeightSyncReport:
+    """The report of a ``copy`` that returns the bytes it wrote."""
     start = time.perf_counter()
-    copied = sum(linear.refresh() for linear in fused.values())
-    return WeightSyncReport(
-        modes={path: linear.mode for path, linear in fused.items()},
-        bytes_copied=copied,
-        seconds=time.perf_counter() - start,
-    )
+    copied = copy()
+    if copied:
+        get_accelerator().synchronize()  # else the clock would show the launching of the copies
+    return WeightSyncReport(modes, copied, time.perf_counter() - start)
 
 
 def _side_by_side(parameters: list[nn.Parameter]) -> bool:
