@@ -25,6 +25,7 @@ __all__ = [
     "adapter_states",
     "bind_torch_gdn_without_gpu",
     "causal_model",
+    "facts",
     "gdn_kernels",
     "is_silu",
     "is_zero3_hook",
@@ -35,6 +36,7 @@ __all__ = [
 
 GDN_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 CHUNK_FUNCTION, RECURRENT_FUNCTION = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
+ZERO3_ATTRIBUTES = {"all_parameters", "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn"}
 ATTENTION_WITH_DENSE_MASKS = ("sdpa", "eager")
 # Where the functions come from that a ZeRO-3 engine hooks into modules; its profiling decorator hides some origins.
 ZERO3_HOOK_SOURCES = ("deepspeed.runtime.engine", "deepspeed.runtime.zero.", "deepspeed.utils.nvtx")
@@ -73,6 +75,15 @@ def is_silu(activation: object) -> bool:
 def is_zero3_hook(hook: Callable) -> bool:
     """Whether a module's hook is one of those with which a DeepSpeed engine fetches and frees partitioned weights."""
     return (getattr(hook, "__module__", None) or "").startswith(ZERO3_HOOK_SOURCES)
+
+
+def facts(module: nn.Module) -> set[str]:
+    """Names of what a module holds besides modules, parameters and what a DeepSpeed engine has hung on it."""
+    return {
+        name
+        for name in module.__dict__
+        if not name.startswith(("_", "ds_")) and name not in ZERO3_ATTRIBUTES and name != "training"
+    }
 
 
 def text_config(model: nn.Module):

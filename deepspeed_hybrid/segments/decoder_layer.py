@@ -19,6 +19,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from deepspeed_hybrid.compat import facts
 from deepspeed_hybrid.segments.apply import Binding
 from deepspeed_hybrid.segments.norm import Norm, as_rms_norm, rms_norm
 from deepspeed_hybrid.segments.plan import ATTENTION, GDN, GLU, Segment, linear_obstacle
@@ -26,10 +27,10 @@ from deepspeed_hybrid.segments.weights import FusedLinear
 
 # What the modules of a plain pre-norm layer hold besides modules and parameters. Anything else (a multiplier of the
 # residual, a cap of the scores, ...) may change what their forward does.
-LAYER_FACTS = {"hidden_size", "layer_type", "block_type", "attention_type", "layer_idx", "training"}
+LAYER_FACTS = {"hidden_size", "layer_type", "block_type", "attention_type", "layer_idx"}
 ATTENTION_FACTS = {
     "config", "layer_idx", "layer_type", "head_dim", "num_key_value_groups", "scaling", "attention_dropout",
-    "is_causal", "sliding_window", "training", "hidden_size", "num_heads", "num_key_value_heads", "rope_theta",
+    "is_causal", "sliding_window", "hidden_size", "num_heads", "num_key_value_heads", "rope_theta",
 }  # fmt: skip
 
 
@@ -64,7 +65,7 @@ def decoder_layer_obstacle(layer: nn.Module, segments: list[Segment]) -> str | N
         return f"its modules are {', '.join(children)}"
     if children.get("mlp") is not mlp.module or expected - set(children):
         return f"its modules are {', '.join(children)}"
-    unknown = _facts(layer) - LAYER_FACTS
+    unknown = facts(layer) - LAYER_FACTS
     if unknown:
         return f"it has {', '.join(sorted(unknown))}"
     if "forward" in layer.__dict__ or layer._forward_hooks or layer._forward_pre_hooks:
@@ -91,7 +92,7 @@ def _mixer_obstacle(mixer: Segment) -> str | None:
         return linear_obstacle("out_proj", module.out_proj) or (
             "its products differ in dtype" if len(dtypes) > 1 else None
         )
-    unknown = _facts(module) - ATTENTION_FACTS
+    unknown = facts(module) - ATTENTION_FACTS
     if unknown:
         return f"attention has {', '.join(sorted(unknown))}"
     if getattr(module, "sliding_window", None) is not None:
@@ -111,10 +112,6 @@ def _mixer_obstacle(mixer: Segment) -> str | None:
     if module.q_proj.out_features not in (module.o_proj.in_features, 2 * module.o_proj.in_features):
         return "q_proj is neither queries nor queries and gates"
     return linear_obstacle("o_proj", module.o_proj)
-
-
-def _facts(module: nn.Module) -> set[str]:
-    return {name for name in module.__dict__ if not name.startswith("_")}
 
 
 class PreparedNorm:
