@@ -16,12 +16,6 @@ from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves
 from deepspeed_hybrid.ops.inference import refuse_gradients
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MOST_ROWS = 16  # that one launch of ours takes; beyond, the card's library is faster
-
-
-def ours(x: torch.Tensor) -> bool:
-    """Whether the rows are few enough; the tensor cores have no fp32, of which one row is taken."""
-    return x.shape[0] == 1 or (x.shape[0] <= MOST_ROWS and x.dtype != torch.float32)
 
 
 # ------------------------------------------------------------------------------------------------------- normed_rows
@@ -73,14 +67,18 @@ def normed_linear_reference(
 ) -> torch.Tensor:
     """What :func:`normed_linear` does, in plain torch on any device."""
     _check(scaled, weight, squares, bias, None, None, glu)
-    if squares.shape[0]:
-        factor = torch.rsqrt(squares.sum(0) / scaled.shape[1] + eps)[:, None]
-        scaled = (scaled.float() * factor).to(scaled.dtype)
-    product = F.linear(scaled, weight, bias)
+    product = F.linear(_normalised(scaled, squares, eps), weight, bias)
     if glu:
         gate, up = product.chunk(2, dim=-1)
         product = F.silu(gate) * up
     return product
+
+
+def _normalised(scaled: torch.Tensor, squares: torch.Tensor, eps: float) -> torch.Tensor:
+    if squares.shape[0] == 0:
+        return scaled
+    factor = torch.rsqrt(squares.sum(0) / scaled.shape[1] + eps)[:, None]
+    return (scaled.float() * factor).to(scaled.dtype)
 
 
 @torch.library.custom_op("deepspeed_hybrid::normed_linear", mutates_args=(), device_types="cuda")
@@ -94,8 +92,8 @@ def normed_linear(
 ) -> torch.Tensor:
     """The second half of an RMSNorm, a product, and its bias or gated SiLU, rounded once.
 
-    On CUDA a few rows are one Triton launch that reads the weight once; the first call of a shape compiles it. More
-    rows are the card's library product, with silu * up in a launch of its own. On a CPU it is
+    On CUDA one row is one Triton launch that reads the weight once; the first call of a shape compiles it. More rows
+    are the card's library product, with silu * up in a launch of its own. On a CPU it is
     :func:`normed_linear_reference`. There is no gradient.
 
     Args:
@@ -113,11 +111,11 @@ def normed_linear(
         RuntimeError: an argument of another dtype, shape, layout or device.
     """
     _check(scaled, weight, squares, bias, None, None, glu)
-    if squares.shape[0] or (ours(scaled) and scaled.shape[0]):
-        from deepspeed_hybrid.ops.triton.skinny_linear import launch  # here, because a torch for CPUs has no Triton
+    if scaled.shape[0] == 1:
+        from deepspeed_hybrid.ops.triton.row_linear import launch  # here, because a torch for CPUs has no Triton
 
         return launch(scaled, weight, squares if squares.shape[0] else None, eps, bias, None, None, 0.0, glu)[0]
-    product = F.linear(scaled, weight, bias)
+    product = F.linear(_normalised(scaled, squares, eps), weight, bias)
     return fused_silu_mul_halves(product) if glu else product
 
 
@@ -156,8 +154,8 @@ def residual_linear(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A product, its bias, the residual, and the first half of the RMSNorm that comes next.
 
-    On CUDA a few rows are one Triton launch; more rows are the card's library product and the whole norm in a launch
-    of its own. On a CPU it is :func:`residual_linear_reference`. There is no gradient.
+    On CUDA one row is one Triton launch; more rows are the card's library product and the whole norm in a launch of
+    its own. On a CPU it is :func:`residual_linear_reference`. There is no gradient.
 
     Args:
         x: [M, K] fp32, bf16 or fp16, contiguous.
@@ -174,8 +172,8 @@ def residual_linear(
         RuntimeError: an argument of another dtype, shape, layout or device.
     """
     _check(x, weight, None, bias, residual, next_norm, False)
-    if ours(x) and x.shape[0]:
-        from deepspeed_hybrid.ops.triton.skinny_linear import launch
+    if x.shape[0] == 1:
+        from deepspeed_hybrid.ops.triton.row_linear import launch
 
         hidden, scaled, squares = launch(x, weight, None, 0.0, bias, residual, next_norm, next_offset, False)
         assert scaled is not None and squares is not None  # there is a residual

@@ -19,7 +19,7 @@ KINDS = {
     "conv": ("conv",),
     "attention": ("_attend", "_combine", "attention", "fmha", "flash", "attn", "softmax"),
     "silu * up": ("silu_mul",),
-    "product": ("_one_row", "_some_rows", "gemm", "gemv", "nvjet", "cutlass", "splitk"),
+    "product": ("row_linear_kernel", "gemm", "gemv", "nvjet", "cutlass", "splitk"),
     "norm": ("_normalise",),
     "copy": ("copy", "memcpy", "memset", "fillfunctor", "catarray"),
     "index": ("index", "gather", "scatter", "embedding"),

@@ -95,8 +95,8 @@ def _attend(
     inside = (members < GROUP)[:, None] & (dims < D)[None, :]
     result = out + (row * HKV * GROUP + heads[:, None]) * D + dims[None, :]
 
-    wait(PDL)
     if tl.load(parked + row):
+        wait(PDL)
         if DIRECT:
             tl.store(result, tl.zeros([GROUP_TILE, BLOCK_D], tl.float32), mask=inside)
         return
@@ -105,6 +105,7 @@ def _attend(
     cached = tl.load(position + row).to(tl.int32)
     if split * BLOCK > cached:
         return
+    wait(PDL)
 
     PER_HEAD: tl.constexpr = 2 * D if GATED else D
     projected += row * projected_stride
@@ -188,16 +189,17 @@ def _combine(
 ):
     """Merge the splits of one query head of one row, in their order, and apply its gate."""
     announce(PDL)
-    wait(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dims = tl.arange(0, BLOCK_D)
     entry = row * tl.num_programs(1) + head
     result = out + entry * D + dims
     if tl.load(parked + row):
+        wait(PDL)
         tl.store(result, tl.zeros([BLOCK_D], tl.float32), mask=dims < D)
         return
     # Splits without a block wrote nothing: what lies at their places is not theirs.
     active = tl.minimum((tl.load(position + row) // BLOCK).to(tl.int32) + 1, splits)
+    wait(PDL)
     peaks += entry * splits
     totals += entry * splits
     partial += entry * splits * D

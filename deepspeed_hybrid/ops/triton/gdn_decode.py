@@ -111,21 +111,17 @@ def gdn_decode_kernel(
         tl.store(out_place, tl.zeros([TILE], dtype=out.dtype.element_ty), mask=value_mask)
         return
 
-    # The state is asked for before anything else, ahead of the projection's end: of this step only this program writes
-    # it. So are the weights.
+    # What is older than this step, state and window, is asked for ahead of the projection's end, as the weights are;
+    # the state first. Of this step only this program writes them.
     state_place = state + (row * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM)
     state_place += within[:, None] * VALUE_DIM + within[None, :]
     state_mask = key_mask[:, None] & value_mask[None, :]
     memory = tl.load(state_place, mask=state_mask, other=0.0).to(tl.float32)
-    wait(PDL)
-
-    projected += row * projected_stride
     window += row * (CHANNELS * CONV_KERNEL)
     now = (tl.load(position + row) % CONV_KERNEL).to(tl.int32)
-    b = tl.load(projected + CHANNELS + VALUES + head).to(tl.float32)
-    a = tl.load(projected + CHANNELS + VALUES + VALUE_HEADS + head).to(tl.float32)
-    a += tl.load(dt_bias + head).to(tl.float32)
+    shift = tl.load(dt_bias + head).to(tl.float32)
     rate = tl.exp(tl.load(A_log + head).to(tl.float32))
+    norm = tl.load(norm_weight + within, mask=value_mask, other=0.0).to(tl.float32)
 
     # q, k, v and z of the head in one vector: z shares the SiLU, and there is work for every thread. A vector shorter
     # than the program has threads Triton would load and convolve again in every thread that needs an element.
@@ -135,15 +131,22 @@ def gdn_decode_kernel(
     present = inside < tl.where(part < 2, KEY_DIM, VALUE_DIM)
     convolved = present & (part < 3)
     channel = start + inside
-    raw = tl.load(projected + channel, mask=present, other=0.0)
     taps = conv_weight + channel * CONV_KERNEL
-    total = raw.to(tl.float32) * tl.load(taps + CONV_KERNEL - 1, mask=convolved, other=1.0).to(tl.float32)
+    last_tap = tl.load(taps + CONV_KERNEL - 1, mask=convolved, other=1.0).to(tl.float32)
+    total = tl.zeros([4 * TILE], tl.float32)
     for back in tl.static_range(1, CONV_KERNEL):
         column = (now + CONV_KERNEL - back) % CONV_KERNEL
         earlier = tl.load(window + channel * CONV_KERNEL + column, mask=convolved, other=0.0).to(tl.float32)
         total += earlier * tl.load(taps + CONV_KERNEL - 1 - back, mask=convolved, other=0.0).to(tl.float32)
     if conv_bias is not None:
         total += tl.load(conv_bias + channel, mask=convolved, other=0.0).to(tl.float32)
+
+    wait(PDL)
+    projected += row * projected_stride
+    raw = tl.load(projected + channel, mask=present, other=0.0)
+    b = tl.load(projected + CHANNELS + VALUES + head).to(tl.float32)
+    a = tl.load(projected + CHANNELS + VALUES + VALUE_HEADS + head).to(tl.float32) + shift
+    total += raw.to(tl.float32) * last_tap
     writer = convolved & ((part == 2) | (head % GROUP == 0))
     tl.store(window + channel * CONV_KERNEL + now, raw, mask=writer)
     q, k, v, gate = _parts(total * _sigmoid(total), TILE)
@@ -158,8 +161,7 @@ def gdn_decode_kernel(
 
     core = tl.sum(memory * q[:, None], axis=0)
     core *= tl.rsqrt(tl.sum(core * core) / VALUE_DIM + eps)
-    core *= tl.load(norm_weight + within, mask=value_mask, other=0.0).to(tl.float32)
-    tl.store(out_place, (core * gate).to(out.dtype.element_ty), mask=value_mask)
+    tl.store(out_place, (core * norm * gate).to(out.dtype.element_ty), mask=value_mask)
 
 
 def launch(
