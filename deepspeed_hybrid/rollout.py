@@ -115,8 +115,7 @@ class HybridEngineRollout(RolloutEngine):
         start = time.perf_counter()
         job = self._prepare(request, sampling)
         ready = time.perf_counter()
-        for _ in self._rounds(job):
-            pass
+        self._run_to_the_end(job)
         done = time.perf_counter()
         batch = assemble(request, job.plan.samples, job.answers, pad_id(self.tokenizer))
         self._take_figures(job, start, ready, done)
@@ -138,11 +137,18 @@ class HybridEngineRollout(RolloutEngine):
                     finished = finished_row(job.answers, row, job.request.prompt_ids.device)
                 yield finished
 
+    def _run_to_the_end(self, job: _Job) -> None:
+        """Run the job in one go: nobody can have touched the model since it was prepared."""
+        with self._numbered():
+            self._injection.freshen()
+            with self._generating():
+                for _ in self._begin(job):
+                    pass
+
     def _rounds(self, job: _Job) -> Iterator[list[int]]:
         """Run the job, yielding the rows that have ended. The model is bound only while this generator runs."""
-        self._run += 1
-        run, rounds = self._run, None
-        try:
+        rounds = None
+        with self._numbered() as run:
             while True:
                 if self._closed:
                     raise RuntimeError("generate_iter() went on after shutdown()")
@@ -152,30 +158,44 @@ class HybridEngineRollout(RolloutEngine):
                     raise RuntimeError("parameters were replaced or moved while rows were running in a captured graph")
                 self._injection.freshen()  # packed copies follow parameters that were written without notice
                 with self._generating():
-                    if rounds is None:
-                        self._arena.reserve(job.slots, self._tokens_a_slot(job))
-                        rounds = run_rows(
-                            self._arena,
-                            job.prompts,
-                            job.plan,
-                            self._arena.begin(job.plan),
-                            job.slots,
-                            job.answers,
-                            job.stats,
-                            self.cfg.poll_every,
-                            self.cfg.use_shared_prefill is not False,
-                            self.cfg.enable_profiling,
-                        )
+                    rounds = rounds or self._begin(job)
                     rows = next(rounds, None)
                 if rows is None:
                     return
                 yield rows
+
+    @contextmanager
+    def _numbered(self) -> Iterator[int]:
+        """The number of a run, which is no longer the last once another has taken its slots.
+
+        After a failure what is in the slots is not to be trusted; after an iterator was closed, it is.
+        """
+        self._run += 1
+        run = self._run
+        try:
+            yield run
         except GeneratorExit:
             raise
         except BaseException:
             if run == self._run:
                 self._arena.release()
             raise
+
+    def _begin(self, job: _Job) -> Iterator[list[int]]:
+        """Make room, prepare the step (a capture, where there is none yet), and give the rounds of the loop."""
+        self._arena.reserve(job.slots, self._tokens_a_slot(job))
+        return run_rows(
+            self._arena,
+            job.prompts,
+            job.plan,
+            self._arena.begin(job.plan),
+            job.slots,
+            job.answers,
+            job.stats,
+            self.cfg.poll_every,
+            self.cfg.use_shared_prefill is not False,
+            self.cfg.enable_profiling,
+        )
 
     @contextmanager
     def _generating(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""Which launch of the one-row product is fastest for the shapes of Qwen3.5-4B, and what does the library need?
+"""What do the products of a few rows take at the shapes of Qwen3.5-4B, by launches of ours and by the library?
 
 Every figure is the median over replays of a graph with one call for each of several weights, together larger than the
 L2 cache. A launch is timed only after it agreed with float64.
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from bench_ops import show, write
 
 from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves
+from deepspeed_hybrid.ops.loader import load
 from deepspeed_hybrid.ops.triton import rms_norm
 from deepspeed_hybrid.ops.triton.row_linear import Launch, choose, launch
 
@@ -37,23 +38,24 @@ REPLAYS = 7
 class Case:
     """One product of the model, over as many weights as the cache cannot hold."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, m: int):
         n, k, around = PRODUCTS[name]
         self.glu = around == "glu"
         self.bytes = 2 * n * k
         count = max(2, math.ceil(BYTES_TO_ROTATE / self.bytes))
         self.weights = [self.random(n, k) / k**0.5 for _ in range(count)]
-        self.x = self.random(1, k)
-        self.squares = None if around == "residual" else torch.rand(640, 1, device="cuda")
-        self.residual = self.random(1, n) if around == "residual" else None
+        self.x = self.random(m, k)
+        self.squares = None if around == "residual" else torch.rand(640 if m == 1 else 160, m, device="cuda")
+        self.residual = self.random(m, n) if around == "residual" else None
         self.norm = self.random(n) / 10 if around == "residual" else None
 
     @staticmethod
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
-    def ours(self, weight: torch.Tensor, how: Launch) -> torch.Tensor:
-        return launch(self.x, weight, self.squares, 1e-6, None, self.residual, self.norm, 1.0, self.glu, how)[0]
+    def ours(self, weight: torch.Tensor, how: Launch | None) -> torch.Tensor:
+        arguments = (self.x, weight, self.squares, 1e-6, None, self.residual, self.norm, 1.0, self.glu)
+        return load("few_rows_linear").few_rows_linear(*arguments)[0] if how is None else launch(*arguments, how)[0]
 
     def library(self, weight: torch.Tensor) -> torch.Tensor:
         if self.glu:
@@ -65,7 +67,7 @@ class Case:
     def exact(self) -> torch.Tensor:
         product = self.x.double() @ self.weights[0].double().t()
         if self.squares is not None:
-            product *= torch.rsqrt(self.squares.double().sum() / self.x.shape[1] + 1e-6)
+            product *= torch.rsqrt(self.squares.double().sum(0) / self.x.shape[1] + 1e-6)[:, None]
         if self.glu:
             gate, up = product.chunk(2, dim=-1)
             product = F.silu(gate) * up
@@ -90,21 +92,20 @@ class Case:
         return statistics.median(times)
 
 
-def measure(name: str) -> list[dict]:
-    case = Case(name)
+def measure(name: str, m: int) -> list[dict]:
+    case = Case(name, m)
     exact = case.exact()
     rows = []
-    for how in LAUNCHES:
+    for how in LAUNCHES if m == 1 else [None]:
         error = float((case.ours(case.weights[0], how).double() - exact).norm() / exact.norm())
         if not error < 1e-2:
             raise RuntimeError(f"{name} {how}: relative error {error}")
         chosen = "*" if how == choose(case.x.shape[1]) else ""
-        rows.append(
-            (f"{how.block_n} columns, {how.warps} warps{chosen}", case.us(lambda w, how=how: case.ours(w, how)))
-        )
+        us = case.us(lambda weight, how=how: case.ours(weight, how))
+        rows.append(("few_rows_linear" if how is None else f"{how.block_n} columns, {how.warps} warps{chosen}", us))
     rows.append(("library", case.us(case.library)))
     return [
-        {"product": name, "launch": what, "us": round(us, 2), "gb_s": round(case.bytes / us / 1e3)}
+        {"product": name, "rows": m, "launch": what, "us": round(us, 2), "gb_s": round(case.bytes / us / 1e3)}
         for what, us in rows
     ]
 
@@ -113,12 +114,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--products", nargs="+", choices=PRODUCTS, default=list(PRODUCTS))
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 8, 16, 32, 64])
     options = parser.parse_args()
     torch.manual_seed(0)
-    table = [row for name in options.products for row in measure(name)]
+    table = [row for m in options.rows for name in options.products for row in measure(name, m)]
     show(table)
     if options.out:
-        write(options.out, "products of one row: microseconds a call in a graph, weights from memory", table)
+        write(options.out, "products of a few rows: microseconds a call in a graph, weights from memory", table)
 
 
 if __name__ == "__main__":
