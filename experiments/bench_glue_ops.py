@@ -147,6 +147,7 @@ def compare_scans(calls: list[torch.Tensor], gates: Callable, per_head: dict, pa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--append", action="store_true", help="keep the rows that the file has")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     options = parser.parse_args()
@@ -162,7 +163,10 @@ def main() -> None:
             measured += table
     if options.out:
         write(
-            options.out, "glue ops of a decode step: microseconds a call in a graph, inputs in the L2 cache", measured
+            options.out,
+            "glue ops of a decode step: microseconds a call in a graph, inputs in the L2 cache",
+            measured,
+            options.append,
         )
 
 

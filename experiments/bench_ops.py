@@ -129,7 +129,8 @@ def commit() -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def write(path: Path, what: str, rows: list[dict]) -> None:
+def write(path: Path, what: str, rows: list[dict], append: bool = False) -> None:
+    """A report of the house's form; ``append`` adds to what another script wrote there in the same session."""
     report = {
         "what": what,
         "gpu": torch.cuda.get_device_name(),
@@ -138,6 +139,14 @@ def write(path: Path, what: str, rows: list[dict]) -> None:
         "command": " ".join(["python", f"experiments/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "rows": rows,
     }
+    if append and path.exists():
+        before = json.loads(path.read_text())
+        report = {
+            **report,
+            "what": f"{before['what']}; {what}",
+            "command": f"{before['command']}; {report['command']}",
+            "rows": before["rows"] + rows,
+        }
     path.write_text(json.dumps(report, indent=1) + "\n")
 
 

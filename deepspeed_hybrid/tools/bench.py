@@ -37,6 +37,8 @@ HEADINGS = {
     "tok_s": "tok/s",
     "ms_step": "ms a step",
     "spread_pct": "spread %",
+    "first_token_ms": "first token ms",
+    "ms_decode_step": "ms a decode step",
     "floor_share_pct": "% of bandwidth floor",
 }
 
@@ -106,9 +108,11 @@ def bench_decode(
                 print(f"batch {batch}: two greedy calls gave different tokens, so nothing is timed")
                 return 1
             seconds = [_seconds(rollout, request, sampling) for _ in range(runs)]
+            one = SamplingConfig(max_new_tokens=1, temperature=0.0)
+            first = [_seconds(rollout, request, one) for _ in range(runs + 1)][1:]  # the one before is to warm up
             row = {
                 "segki": "off" if rollout.cfg.use_segki is False else "on",
-                **decode_row(batch, prompt, new, seconds, floor),
+                **decode_row(batch, prompt, new, seconds, first, floor),
             }
             if not rows:
                 print(_line({name: heading for name, heading in HEADINGS.items() if name in row}))
@@ -140,9 +144,17 @@ def _kernels(rollout: HybridEngineRollout, request: RolloutRequest) -> list[dict
     return [{"kind": share.kind, "count": round(share.count, 1), "us": round(share.us, 1)} for share in shares]
 
 
-def decode_row(batch: int, prompt: int, new: int, seconds: list[float], floor: float | None) -> dict:
-    """One row of the result; ``floor`` is the least time of a step in seconds, where it is known."""
-    median = statistics.median(seconds)
+def decode_row(
+    batch: int, prompt: int, new: int, seconds: list[float], first: list[float], floor: float | None
+) -> dict:
+    """One row of the result.
+
+    Args:
+        seconds: of calls for ``new`` tokens.
+        first: of calls for one token.
+        floor: the least time of a step in seconds, where it is known.
+    """
+    median, first_token = statistics.median(seconds), statistics.median(first)
     row = {
         "batch": batch,
         "prompt": prompt,
@@ -150,6 +162,8 @@ def decode_row(batch: int, prompt: int, new: int, seconds: list[float], floor: f
         "tok_s": round(batch * new / median, 1),
         "ms_step": round(median / new * 1000, 4),
         "spread_pct": round((max(seconds) - min(seconds)) / median * 100, 2),
+        "first_token_ms": round(first_token * 1000, 2),
+        "ms_decode_step": round((median - first_token) / max(1, new - 1) * 1000, 4),
     }
     if floor is not None:
         row["floor_share_pct"] = round(floor / (median / new) * 100, 1)

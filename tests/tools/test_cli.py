@@ -242,9 +242,9 @@ def test_bench_times_nothing_that_does_not_repeat(tmp_path, monkeypatch, capsys)
 
 
 def test_bench_takes_the_median_and_the_spread():
-    row = bench.decode_row(batch=2, prompt=8, new=100, seconds=[1.0, 0.9, 1.2], floor=0.005)
-    assert row == {"batch": 2, "prompt": 8, "new": 100, "tok_s": 200.0, "ms_step": 10.0, "spread_pct": 30.0,
-                   "floor_share_pct": 50.0}  # fmt: skip
+    row = bench.decode_row(batch=2, prompt=8, new=101, seconds=[1.0, 0.9, 1.2], first=[0.2, 0.1], floor=0.005)
+    assert row == {"batch": 2, "prompt": 8, "new": 101, "tok_s": 202.0, "ms_step": 9.901, "spread_pct": 30.0,
+                   "first_token_ms": 150.0, "ms_decode_step": 8.5, "floor_share_pct": 50.5}  # fmt: skip
 
 
 def test_bandwidth_floor_of_the_4b_model():
