@@ -36,11 +36,12 @@ struct Fragment {
     uint4 upper[2], lower[2];
 };
 
-// The weight is read once: it shall not displace x from the L1 cache.
+// The weight is read once: it shall not displace x from the L1 cache. Not .nc, although nobody
+// writes it meanwhile: such loads the assembler moves behind the wait for the kernel ahead.
 __device__ __forceinline__ uint4 load_once(const uint4* from)
 {
     uint4 value;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                  : "l"(from));
     return value;
