@@ -31,7 +31,7 @@ def normed_arguments(
         # Of rows whose root mean square is far from 1, each part another share of it.
         "squares": (0.1 + torch.rand(parts, rows, generator=generator)) * 4 * k / max(parts, 1),
         "eps": EPS,
-        "weight": normal(n * (2 if glu else 1), k, dtype=dtype, seed=seed + 2, scale=2 * k**-0.5),
+        "weight": normal(n * (2 if glu else 1), k, dtype=dtype, seed=seed + 2, scale=k**-0.5),
         "bias": normal(n, dtype=dtype, seed=seed + 3) if bias else None,
         "glu": glu,
     }
