@@ -4,6 +4,7 @@
 """Hands and eyes for tests: run a rollout, watch its logits, force its tokens, feed its cache by hand."""
 
 from collections.abc import Callable
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import torch
@@ -103,6 +104,25 @@ def force_tokens(rollout: HybridEngineRollout, script: torch.Tensor) -> None:
         )
 
     rollout._arena.choose = choose
+
+
+def watch_chain(rollout: HybridEngineRollout, note: Callable[[str, tuple], None]) -> None:
+    """Have ``note(op, arguments)`` called behind every op of the decode chains from now on."""
+    injection = rollout._injection
+    chain = injection.chain
+
+    def noted(name: str) -> Callable:
+        op = getattr(chain, name)
+
+        def run(*args):
+            result = op(*args)
+            note(name, args)
+            return result
+
+        return run
+
+    injection.chain = replace(chain, **{field.name: noted(field.name) for field in fields(chain)})
+    injection.follow()
 
 
 def new_cache(model: torch.nn.Module, slots: int = 2, capacity: int = 64) -> SimpleNamespace:

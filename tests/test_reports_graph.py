@@ -199,14 +199,15 @@ def test_bounded_number_of_graphs_and_right_answers_after_eviction(accelerator):
     model = tiny_model()
     rollout = rollout_of(model)
     runner = capture_steps(rollout, max_graphs=2)
-    many, one = ragged_prompts([3, 7, 5, 9]), ragged_prompts([4])
-    greedy(rollout, many, 100)  # the arena is at its largest: what follows changes buckets, not addresses
-    for prompts, length in ((one, 16), (many, 16), (one, 100), (one, 16), (many, 16)):
+    four, two, one = ragged_prompts([3, 7, 5, 9]), ragged_prompts([6, 2]), ragged_prompts([4])
+    greedy(rollout, four, 100)  # the arena is at its largest: what follows changes lanes, not addresses
+    captures = []
+    for prompts, length in ((one, 16), (four, 16), (one, 100), (two, 16), (one, 16), (four, 16), (one, 16)):
         batch = greedy(rollout, prompts, length)
         assert torch.equal(batch.input_ids, greedy(rollout_of(model), prompts, length).input_ids)
         assert len(runner) <= 2
-    greedy(rollout, one, 16)  # still there
-    assert runner.captures == 6
+        captures.append(runner.captures)
+    assert captures == [2, 2, 2, 3, 3, 4, 4]  # two drops four, which drops two; a length is no other graph
 
 
 # --------------------------------------------------------------------------------------------------- weights move on

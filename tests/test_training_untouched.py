@@ -8,7 +8,7 @@ import copy
 
 import pytest
 import torch
-from harness import assert_same_answers, greedy, prompt, rollout_of
+from harness import assert_same_answers, greedy, prompt, rollout_of, watch_chain
 from models import FAMILIES, Tokenizer, ragged_prompts, solo, tiny_model
 
 from deepspeed_hybrid import HybridEngineRollout, RolloutRequest, SamplingConfig
@@ -194,10 +194,28 @@ class Interrupted(Exception):
     pass
 
 
+def fail_in_layer(rollout, layer: torch.nn.Module, fail, patch: pytest.MonkeyPatch) -> None:
+    """Call ``fail`` when the layer has done its work: a prefill runs its own forward, a decode step its chain."""
+    own = type(layer).forward
+
+    def forward(self, *args, **kwargs):
+        output = own(self, *args, **kwargs)
+        if self is layer:
+            fail()
+        return output
+
+    def note(name: str, args: tuple) -> None:
+        if name == "residual_linear" and args[1] is layer.mlp.down_proj.weight:
+            fail()
+
+    patch.setattr(type(layer), "forward", forward)
+    watch_chain(rollout, note)
+
+
 @pytest.mark.parametrize("error", [Interrupted, KeyboardInterrupt, torch.OutOfMemoryError], ids=lambda e: e.__name__)
 @pytest.mark.parametrize("call", [0, 1, 4])
 @pytest.mark.parametrize("where", ["before", "in a layer", "after"])
-def test_failure_while_generating_leaves_the_model_and_the_next_call_right(error, call, where):
+def test_failure_while_generating_leaves_the_model_and_the_next_call_right(error, call, where, monkeypatch):
     """The prefill is call 0. A failure in a layer leaves some layers with a newer state than others."""
     model = mixed_modes(tiny_model())
     prompts = ragged_prompts(PROMPTS)
@@ -212,11 +230,16 @@ def test_failure_while_generating_leaves_the_model_and_the_next_call_right(error
         if calls[0] == call + 1:
             raise error("stop")
 
-    module = {"before": model.model.embed_tokens, "in a layer": model.model.layers[2].mlp}.get(where, model.lm_head)
-    handle = module.register_forward_hook(fail)
+    if where == "in a layer":
+        fail_in_layer(rollout, model.model.layers[2], fail, monkeypatch)
+    else:
+        module = model.model.embed_tokens if where == "before" else model
+        handle = module.register_forward_hook(fail)
     with pytest.raises(error, match="stop"):
         greedy(rollout, prompts, 12)
-    handle.remove()
+    if where != "in a layer":
+        handle.remove()
+    assert calls[0] == call + 1
 
     assert traces(model) == before
     batch = greedy(rollout, prompts, 12)

@@ -25,8 +25,8 @@ from deepspeed_hybrid.segments.norm import Norm, as_rms_norm, rms_norm
 from deepspeed_hybrid.segments.plan import ATTENTION, GDN, GLU, Segment, linear_obstacle
 from deepspeed_hybrid.segments.weights import FusedLinear
 
-# What the modules of a plain pre-norm layer hold besides modules and parameters. Anything else (a multiplier of the
-# residual, a cap of the scores, ...) may change what their forward does.
+# What the modules of a plain pre-norm layer hold besides modules. Anything else (a multiplier of the residual, a cap
+# of the scores, ...) may change what their forward does.
 LAYER_FACTS = {"hidden_size", "layer_type", "block_type", "attention_type", "layer_idx"}
 ATTENTION_FACTS = {
     "config", "layer_idx", "layer_type", "head_dim", "num_key_value_groups", "scaling", "attention_dropout",
@@ -65,11 +65,12 @@ def decoder_layer_obstacle(layer: nn.Module, segments: list[Segment]) -> str | N
         return f"its modules are {', '.join(children)}"
     if children.get("mlp") is not mlp.module or expected - set(children):
         return f"its modules are {', '.join(children)}"
-    unknown = facts(layer) - LAYER_FACTS
+    unknown = _unknown(layer, LAYER_FACTS)
     if unknown:
-        return f"it has {', '.join(sorted(unknown))}"
-    if "forward" in layer.__dict__ or layer._forward_hooks or layer._forward_pre_hooks:
-        return "it has a forward or hooks of its own"
+        return f"it has {unknown}"
+    for path, module in layer.named_modules():
+        if "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks:
+            return f"{path or 'it'} has a forward or hooks of its own"
     for name in ("input_layernorm", "post_attention_layernorm"):
         if as_rms_norm(children[name]) is None:
             return f"{name} is not an RMSNorm"
@@ -79,6 +80,12 @@ def decoder_layer_obstacle(layer: nn.Module, segments: list[Segment]) -> str | N
     if len({parameter.dtype for name, parameter in layer.named_parameters() if "linear_attn." not in name}) != 1:
         return "its parameters differ in dtype"
     return None
+
+
+def _unknown(module: nn.Module, known: set[str]) -> str:
+    """Names of what a module holds besides modules and ``known``: a parameter of its own, too, has some use."""
+    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    return ", ".join(sorted((facts(module) | {name for name, _ in own}) - known))
 
 
 def _mixer_obstacle(mixer: Segment) -> str | None:
@@ -92,9 +99,9 @@ def _mixer_obstacle(mixer: Segment) -> str | None:
         return linear_obstacle("out_proj", module.out_proj) or (
             "its products differ in dtype" if len(dtypes) > 1 else None
         )
-    unknown = facts(module) - ATTENTION_FACTS
+    unknown = _unknown(module, ATTENTION_FACTS)
     if unknown:
-        return f"attention has {', '.join(sorted(unknown))}"
+        return f"attention has {unknown}"
     if getattr(module, "sliding_window", None) is not None:
         return "attention has a sliding window"
     children = set(dict(module.named_children()))

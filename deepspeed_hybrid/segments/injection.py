@@ -109,7 +109,9 @@ class Injection:
                 behind = decoder.norm
                 if index + 1 < len(decoder.layers):
                     behind = getattr(decoder.layers[index + 1], "input_layernorm", behind)
-                next_norm = as_rms_norm(behind) or input_norm  # of another kind: nobody takes it
+                next_norm = as_rms_norm(behind)
+                if next_norm is None or next_norm.weight.dtype != input_norm.weight.dtype:
+                    next_norm = input_norm  # the layer behind is no chain: nobody takes it
                 segments = [segment for segment in self.segments if segment.layer == index]
                 bindings.append(
                     decoder_layer_binding(layer, segments, self.fused, ops, input_norm, next_norm, prepared)

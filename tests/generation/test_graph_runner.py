@@ -171,11 +171,14 @@ class KeyCollector:
         pass
 
 
-@pytest.fixture
-def arena():
-    return Arena(
-        ModelCall(tiny_model("qwen2_5")), torch.device("cpu"), torch.float32, KeyCollector(), decode_step_reference
-    )
+def arena_of(masked) -> Arena:
+    model = ModelCall(tiny_model("qwen2_5"))
+    return Arena(model, torch.device("cpu"), torch.float32, KeyCollector(), decode_step_reference, masked)
+
+
+@pytest.fixture(params=[True, False], ids=["masked", "by position"])
+def arena(request):
+    return arena_of(lambda: request.param)
 
 
 def key_of(arena: Arena, rows: int = 2, tokens: int = 20, **options):
@@ -196,7 +199,7 @@ SAME_STEP = [
 ]
 OTHER_STEP = [
     dict(rows=3),
-    dict(tokens=65),
+    dict(tokens=65),  # the cache grows
     dict(temperature=0.0),
     dict(top_k=3),
     dict(repetition_penalty=1.2),
@@ -213,6 +216,23 @@ def test_numbers_do_not_make_another_graph(arena, options):
 @pytest.mark.parametrize("options", OTHER_STEP, ids=str)
 def test_other_kernels_or_buffers_make_another_graph(arena, options):
     assert key_of(arena) != key_of(arena, **options)
+
+
+def test_a_length_is_another_graph_under_a_mask_alone():
+    """A mask has the width that attention reads; without one, rows of any length go through one graph."""
+    for masked, graphs in ((True, 4), (False, 1)):
+        arena = arena_of(lambda masked=masked: masked)
+        key_of(arena, tokens=200)  # the cache is at its largest
+        assert len({key_of(arena, tokens=tokens) for tokens in (20, 64, 65, 129, 200)}) == graphs
+        assert arena.kv_length == 256
+
+
+def test_a_layer_that_comes_to_want_a_mask_is_another_graph():
+    """Between two calls a hook may take a layer out of its chain."""
+    answers = [False, False, True, True]
+    arena = arena_of(lambda: answers.pop(0))
+    assert key_of(arena, tokens=64) != key_of(arena, tokens=64)
+    assert answers == []
 
 
 def test_more_truncation_is_the_same_graph(arena):
@@ -242,7 +262,7 @@ def test_an_arena_grows_and_does_not_shrink(arena):
     first = arena.cache
     assert (arena.lanes, arena.kv_length, first.slots, first.capacity) == (4, 128, 4, 128)
     arena.reserve(1, 10)
-    assert arena.cache is first and (arena.lanes, arena.kv_length) == (1, 64)
+    assert arena.cache is first and (arena.lanes, arena.kv_length) == (1, 64 if arena.masked() else 128)
     arena.reserve(9, 10)
     assert (arena.cache.slots, arena.cache.capacity) == (16, 128) and arena.state.token.numel() == 16
     arena.release()

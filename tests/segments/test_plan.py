@@ -255,19 +255,26 @@ def test_describe_shows_every_segment():
 
     rows = described(rollout_of(model, segki_kernel="all"))
 
-    assert set(rows) == {(str(segment.layer), segment.kind) for segment in plan_segments(model)}
+    chains = {(where, "decode_step") for where in ("0", "1", "2", "3", "head")}
+    assert set(rows) == {(str(segment.layer), segment.kind) for segment in plan_segments(model)} | chains
     assert rows["0", GDN].startswith("one product of in_proj_qkv in_proj_z in_proj_b in_proj_a ")
     assert rows["0", GDN].split()[-1] == "aliased"
     assert rows["0", GLU].startswith("one product of gate_proj up_proj ") and rows["0", GLU].split()[-1] == "aliased"
     assert rows["2", GLU].startswith("one product of gate_proj up_proj ") and rows["2", GLU].split()[-1] == "packed"
     assert rows["3", ATTENTION].split()[:3] == ["left", "alone", "-"]
     assert "k_proj is a models.LoraLinear" in rows["3", ATTENTION]
+    for where, kind in chains - {("3", "decode_step")}:
+        assert rows[where, kind].split() == ["one", "chain", "of", "ops", "-"]
+    assert rows["3", "decode_step"].split()[:3] == ["left", "alone", "-"]
+    assert "fused_attention: k_proj is a models.LoraLinear" in rows["3", "decode_step"]
 
 
 def test_describe_shows_what_was_not_chosen():
     rows = described(rollout_of(tiny_model(), segki_kernel=GDN))
     assert rows["3", ATTENTION].startswith("left alone") and "segki_kernel is 'fused_gdn'" in rows["3", ATTENTION]
     assert rows["0", GDN].startswith("one product of ")
+    assert "fused_glu: segki_kernel is 'fused_gdn'" in rows["0", "decode_step"]
+    assert rows["head", "decode_step"].startswith("one chain of ops")
 
 
 def test_describe_without_segments_says_why():
