@@ -9,19 +9,13 @@ to be added up; the reader's product runs over ``scaled`` and is divided by the 
 parts at all (``squares`` [0, M]) ``scaled`` is the normalised state itself.
 """
 
-import functools
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 
 from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves
 from deepspeed_hybrid.ops.inference import refuse_gradients
-from deepspeed_hybrid.ops.loader import load, op_obstacle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MOST_ROWS = 64  # of few_rows_linear; more are faster in the library
-INNER_STEP, ALIGNMENT = 64, 16  # what few_rows_linear asks for of K, and of addresses
 
 
 # ------------------------------------------------------------------------------------------------------- normed_rows
@@ -98,10 +92,9 @@ def normed_linear(
 ) -> torch.Tensor:
     """The second half of an RMSNorm, a product, and its bias or gated SiLU, rounded once.
 
-    On CUDA up to MOST_ROWS rows are one launch that reads the weight once: a Triton kernel for one row, which the
-    first call of a shape compiles, and a CUDA op for several. More rows, and layouts that the op does not take, are
-    the card's library product, with silu * up in a launch of its own. On a CPU it is :func:`normed_linear_reference`.
-    There is no gradient.
+    On CUDA one row is one Triton launch that reads the weight once; the first call of a shape compiles it. More rows
+    are the card's library product, with silu * up in a launch of its own. On a CPU it is
+    :func:`normed_linear_reference`. There is no gradient.
 
     Args:
         scaled: [M, K] fp32, bf16 or fp16, contiguous.
@@ -118,8 +111,9 @@ def normed_linear(
         RuntimeError: an argument of another dtype, shape, layout or device.
     """
     _check(scaled, weight, squares, bias, None, None, glu)
-    launch = _one_launch(scaled, weight)
-    if launch is not None:
+    if scaled.shape[0] == 1:
+        from deepspeed_hybrid.ops.triton.row_linear import launch  # here, because a torch for CPUs has no Triton
+
         return launch(scaled, weight, squares if squares.shape[0] else None, eps, bias, None, None, 0.0, glu)[0]
     product = F.linear(_normalised(scaled, squares, eps), weight, bias)
     return fused_silu_mul_halves(product) if glu else product
@@ -160,8 +154,8 @@ def residual_linear(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A product, its bias, the residual, and the first half of the RMSNorm that comes next.
 
-    On CUDA up to MOST_ROWS rows are one launch, as in :func:`normed_linear`; more rows are the card's library product
-    and the whole norm in a launch of its own. On a CPU it is :func:`residual_linear_reference`. There is no gradient.
+    On CUDA one row is one Triton launch; more rows are the card's library product and the whole norm in a launch of
+    its own. On a CPU it is :func:`residual_linear_reference`. There is no gradient.
 
     Args:
         x: [M, K] fp32, bf16 or fp16, contiguous.
@@ -178,8 +172,9 @@ def residual_linear(
         RuntimeError: an argument of another dtype, shape, layout or device.
     """
     _check(x, weight, None, bias, residual, next_norm, False)
-    launch = _one_launch(x, weight)
-    if launch is not None:
+    if x.shape[0] == 1:
+        from deepspeed_hybrid.ops.triton.row_linear import launch
+
         return launch(x, weight, None, 0.0, bias, residual, next_norm, next_offset, False)
     from deepspeed_hybrid.ops.triton.rms_norm import launch as normalise
 
@@ -203,24 +198,6 @@ for _op, _reference, _name in (
 ):
     _op.register_kernel("cpu")(_reference)
     refuse_gradients(_op, _name)
-
-
-@functools.cache
-def _few_rows_can_be_built() -> bool:
-    return op_obstacle("few_rows_linear") is None
-
-
-def _one_launch(x: torch.Tensor, weight: torch.Tensor) -> Callable | None:
-    """The kernel that does all of it, or None where the library is faster, or the only one that can."""
-    rows, columns = x.shape
-    if rows == 1:
-        from deepspeed_hybrid.ops.triton.row_linear import launch  # here, because a torch for CPUs has no Triton
-
-        return launch
-    aligned = (x.data_ptr() | weight.data_ptr()) % ALIGNMENT == 0 and columns % INNER_STEP == 0
-    if 1 < rows <= MOST_ROWS and x.dtype != torch.float32 and aligned and _few_rows_can_be_built():
-        return load("few_rows_linear").few_rows_linear
-    return None
 
 
 def _check(

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from bench_ops import show, write
 
 from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves
-from deepspeed_hybrid.ops.loader import load
 from deepspeed_hybrid.ops.triton import rms_norm
 from deepspeed_hybrid.ops.triton.row_linear import Launch, choose, launch
 
@@ -53,9 +52,8 @@ class Case:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
-    def ours(self, weight: torch.Tensor, how: Launch | None) -> torch.Tensor:
-        arguments = (self.x, weight, self.squares, 1e-6, None, self.residual, self.norm, 1.0, self.glu)
-        return load("few_rows_linear").few_rows_linear(*arguments)[0] if how is None else launch(*arguments, how)[0]
+    def ours(self, weight: torch.Tensor, how: Launch) -> torch.Tensor:
+        return launch(self.x, weight, self.squares, 1e-6, None, self.residual, self.norm, 1.0, self.glu, how)[0]
 
     def library(self, weight: torch.Tensor) -> torch.Tensor:
         if self.glu:
@@ -96,13 +94,13 @@ def measure(name: str, m: int) -> list[dict]:
     case = Case(name, m)
     exact = case.exact()
     rows = []
-    for how in LAUNCHES if m == 1 else [None]:
+    for how in LAUNCHES if m == 1 else []:
         error = float((case.ours(case.weights[0], how).double() - exact).norm() / exact.norm())
         if not error < 1e-2:
             raise RuntimeError(f"{name} {how}: relative error {error}")
         chosen = "*" if how == choose(case.x.shape[1]) else ""
         us = case.us(lambda weight, how=how: case.ours(weight, how))
-        rows.append(("few_rows_linear" if how is None else f"{how.block_n} columns, {how.warps} warps{chosen}", us))
+        rows.append((f"{how.block_n} columns, {how.warps} warps{chosen}", us))
     rows.append(("library", case.us(case.library)))
     return [
         {"product": name, "rows": m, "launch": what, "us": round(us, 2), "gb_s": round(case.bytes / us / 1e3)}
@@ -114,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--products", nargs="+", choices=PRODUCTS, default=list(PRODUCTS))
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 8, 16, 32, 64])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
     options = parser.parse_args()
     torch.manual_seed(0)
     table = [row for m in options.rows for name in options.products for row in measure(name, m)]
