@@ -22,7 +22,7 @@ __all__ = [
     "LinearAttentionLayer",
     "ModelCall",
     "StaticLayer",
-    "adapter_states",
+    "adapter_state",
     "bind_torch_gdn_without_gpu",
     "causal_model",
     "facts",
@@ -58,13 +58,11 @@ def causal_model(module: nn.Module) -> nn.Module:
     return module.get_base_model()
 
 
-def adapter_states(model: nn.Module) -> tuple:
-    """Of every PEFT layer: its active adapters, whether they are disabled, and which are merged into the weight."""
-    return tuple(
-        (tuple(layer.active_adapters), bool(layer.disable_adapters), tuple(layer.merged_adapters))
-        for layer in model.modules()
-        if hasattr(layer, "merged_adapters") and hasattr(layer, "active_adapters")
-    )
+def adapter_state(module: nn.Module) -> tuple | None:
+    """Of a PEFT layer: its active adapters, whether they are disabled, and which are merged into the weight."""
+    if "merged_adapters" not in module.__dict__:
+        return None
+    return tuple(module.active_adapters), bool(module.disable_adapters), tuple(module.merged_adapters)
 
 
 def is_silu(activation: object) -> bool:

@@ -14,7 +14,7 @@ from deepspeed.runtime.rollout.base import RolloutEngine, RolloutRequest
 from deepspeed.runtime.rollout.base import SamplingConfig as BaseSamplingConfig
 from deepspeed.utils import logger
 
-from deepspeed_hybrid.compat import adapter_states, bind_torch_gdn_without_gpu, dense_mask_attention
+from deepspeed_hybrid.compat import bind_torch_gdn_without_gpu, dense_mask_attention
 from deepspeed_hybrid.config import HybridEngineRolloutConfig
 from deepspeed_hybrid.generation.arena import Arena
 from deepspeed_hybrid.generation.assemble import assemble, finished_row
@@ -32,7 +32,7 @@ from deepspeed_hybrid.generation.requests import (
 )
 from deepspeed_hybrid.paths import Paths, resolve_paths
 from deepspeed_hybrid.profile import continuous_stats, profile
-from deepspeed_hybrid.segments.gathered import address
+from deepspeed_hybrid.segments.fingerprint import fingerprint
 from deepspeed_hybrid.segments.weights import WeightSyncReport
 
 
@@ -86,7 +86,7 @@ class HybridEngineRollout(RolloutEngine):
             self._paths.choose,
             lambda: self._injection.masked,
         )
-        self._weights_seen = self._weight_addresses()
+        self._seen = fingerprint(self._paths.call.model)
         self._last_profile: dict | None = None
         self._last_continuous_stats: dict | None = None
         self._run = 0  # counts calls, so that an iterator left open knows when its slots were taken
@@ -201,7 +201,7 @@ class HybridEngineRollout(RolloutEngine):
     def _generating(self) -> Iterator[None]:
         """The model in evaluation mode with our forwards bound; all of it is undone on exit."""
         model = self._paths.call.model
-        training = {module: module.training for module in model.modules()}
+        modes = [(module.__dict__, module.training) for module in model.modules()]  # past the slow __setattr__
         with (
             torch.inference_mode(False),
             torch.no_grad(),
@@ -211,12 +211,12 @@ class HybridEngineRollout(RolloutEngine):
             dense_mask_attention(model),
         ):
             try:
-                for module in training:
-                    module.training = False
+                for held, _ in modes:
+                    held["training"] = False
                 yield
             finally:
-                for module, mode in training.items():
-                    module.training = mode
+                for held, mode in modes:
+                    held["training"] = mode
 
     def _prepare(self, request: RolloutRequest, sampling: BaseSamplingConfig) -> _Job:
         """Check everything, change nothing."""
@@ -280,20 +280,17 @@ class HybridEngineRollout(RolloutEngine):
 
     def _follow_weights(self) -> bool:
         """Fuse anew, and drop the graphs, where parameters or layers were replaced or moved; whether they were."""
-        changed = self._injection.replan() or self._weight_addresses() != self._weights_seen
+        now = fingerprint(self._paths.call.model)
+        changed = now.places != self._seen.places or (now.held != self._seen.held and self._injection.replan())
+        self._seen = now
         if changed:
+            self._injection.replan()
             self._injection.follow()
-            self._weights_seen = self._weight_addresses()
+            self._seen = fingerprint(self._paths.call.model)  # parameters may have been moved next to one another
             if self._graphs is not None and len(self._graphs):
                 logger.warning("deepspeed_hybrid: parameters were replaced or moved; captured graphs are dropped")
                 self._graphs.release()
         return changed
-
-    def _weight_addresses(self) -> tuple:
-        """What a captured step has baked in: places and layouts of the weights, and which adapters take part."""
-        model = self._paths.call.model
-        tensors = (tensor for source in (model.parameters(), model.buffers()) for tensor in source)
-        return tuple(map(address, tensors)), adapter_states(model)
 
     # ---------------------------------------------------------------------------------------------------- reports
 

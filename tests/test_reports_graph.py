@@ -226,9 +226,7 @@ def test_graph_reads_the_weights_of_now_and_is_captured_once(accelerator, family
         batch = greedy(rollout, prompts, 16)
         assert torch.equal(batch.input_ids, greedy(rollout_of(model), prompts, 16).input_ids)
         outputs.append(batch.input_ids)
-        addresses.append(
-            [buffer.data_ptr() for buffer in rollout._arena.cache.buffers()] + list(rollout._weight_addresses())
-        )
+        addresses.append([buffer.data_ptr() for buffer in rollout._arena.cache.buffers()] + list(rollout._seen.places))
         train_step(model, optimizer)
         rollout.sync_segki_weights()
     assert runner.captures == 1
