@@ -186,13 +186,14 @@ def test_parts_of_the_squares_are_added_up(op):
 @both(residual_linear, kernel_residual)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_next_norm_sees_what_its_layer_sees(op, dtype):
-    """The hidden state as it was rounded: a large residual swallows most of the product."""
-    arguments = residual_arguments(1, 64, 32, dtype=dtype)
-    arguments["residual"] = arguments["residual"] * 100
+    """The hidden state as it was rounded, so that only the rounding of ``scaled`` itself is between the two."""
+    arguments = residual_arguments(1, 256, 32, dtype=dtype)
     hidden, scaled, squares = op(**arguments)
     norm = (arguments["next_norm"], arguments["next_offset"], arguments["next_eps"])
-    error = finished(scaled, squares, norm[2]) - rms_norm_oracle(hidden, *norm)
-    assert error.norm() <= rms_norm_oracle(hidden, *norm).norm() * torch.finfo(dtype).eps
+    exact = rms_norm_oracle(hidden, *norm)
+    # The interpreter cuts bf16 off where a GPU rounds to nearest; fp32 has a few roundings inside.
+    unit = torch.finfo(dtype).eps * {torch.float16: 0.501, torch.bfloat16: 1.01, torch.float32: 4}[dtype]
+    assert ((finished(scaled, squares, norm[2]) - exact).abs() <= exact.abs() * unit + 1e-7).all()
     if len(squares):
         torch.testing.assert_close(squares.double().sum(0), hidden.double().square().sum(1), rtol=1e-6, atol=0)
 
@@ -258,7 +259,9 @@ def test_the_kernel_rounds_once(glu):
 
 @pytest.mark.interpreter
 @interpreted
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 def test_extreme_gates_stay_finite():
+    """An exponential that is infinite divides to zero; NumPy, which stands in for a GPU, warns of it."""
     arguments = normed_arguments(1, 5, 3, parts=0, glu=True)
     for extreme in (-1e4, -90.0, 90.0, 1e4):
         arguments["scaled"].fill_(extreme)
