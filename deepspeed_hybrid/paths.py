@@ -25,6 +25,7 @@ from deepspeed_hybrid.segments.apply import refuse_kernelized
 from deepspeed_hybrid.segments.decoder_layer import DecodeOps
 from deepspeed_hybrid.segments.gathered import GatheredWeights, is_partitioned, partition_obstacle
 from deepspeed_hybrid.segments.injection import Injection
+from deepspeed_hybrid.segments.known_forwards import GATED_DELTA_NET, has_known_forward
 from deepspeed_hybrid.segments.plan import Segment, plan_segments
 
 OPS: dict[str, tuple[Callable, Callable]] = {
@@ -236,6 +237,11 @@ def _layer_paths(model: nn.Module, kinds: list[str], call: ModelCall) -> list[tu
     rows = []
     for index, (layer, kind) in enumerate(zip(text_model(model).layers, kinds, strict=True)):
         if kind == "linear_attention":
+            if not has_known_forward(layer.linear_attn, GATED_DELTA_NET):
+                raise ValueError(
+                    f"layer {index} is not supported: the forward of {type(layer.linear_attn).__name__} is not a "
+                    "GatedDeltaNet layer's of Qwen3.5 or Qwen3-Next"
+                )
             path = f"own forward over slots; scan by {gdn_kernels(layer.linear_attn).source}"
         else:
             path = f"transformers forward ({attention}) over KV slots"

@@ -25,6 +25,7 @@ def normed_rows_reference(
     hidden: torch.Tensor, norm: torch.Tensor, norm_offset: float, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm of hidden [M, K]: the normalised rows and no partial sums [0, M]."""
+    _check_norm(hidden, norm)
     wide = hidden.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (norm.float() + norm_offset)
     return normed.to(hidden.dtype), hidden.new_empty(0, hidden.shape[0], dtype=torch.float32)
@@ -43,7 +44,11 @@ def normed_rows(
 
     Returns:
         The normalised rows [M, K] in hidden's dtype, and partial sums of squares [0, M].
+
+    Raises:
+        RuntimeError: an argument of another dtype, shape, layout or device.
     """
+    _check_norm(hidden, norm)
     from deepspeed_hybrid.ops.triton.rms_norm import launch  # here, because a torch for CPUs has no Triton
 
     return launch(hidden, norm, norm_offset, eps), hidden.new_empty(0, hidden.shape[0], dtype=torch.float32)
@@ -198,6 +203,18 @@ for _op, _reference, _name in (
 ):
     _op.register_kernel("cpu")(_reference)
     refuse_gradients(_op, _name)
+
+
+def _check_norm(hidden: torch.Tensor, norm: torch.Tensor) -> None:
+    if hidden.dim() != 2 or hidden.dtype not in DTYPES or (hidden.stride(1) != 1 and hidden.shape[1] > 1):
+        raise RuntimeError(
+            f"hidden must be [M, K] float32, bfloat16 or float16 with adjacent columns, got {list(hidden.shape)} "
+            f"{hidden.dtype}"
+        )
+    if norm.shape != hidden.shape[1:] or not norm.is_contiguous() or norm.dtype not in DTYPES:
+        raise RuntimeError(f"norm must be contiguous [{hidden.shape[1]}], got {list(norm.shape)} {norm.dtype}")
+    if norm.device != hidden.device:
+        raise RuntimeError(f"norm is on {norm.device}, and hidden on {hidden.device}")
 
 
 def _check(

@@ -21,6 +21,7 @@ from torch import nn
 
 from deepspeed_hybrid.compat import facts
 from deepspeed_hybrid.segments.apply import Binding
+from deepspeed_hybrid.segments.known_forwards import ATTENTION_CORE, LAYER, has_known_forward
 from deepspeed_hybrid.segments.norm import Norm, as_rms_norm, rms_norm
 from deepspeed_hybrid.segments.plan import ATTENTION, GDN, GLU, Segment, linear_obstacle
 from deepspeed_hybrid.segments.weights import FusedLinear
@@ -68,6 +69,8 @@ def decoder_layer_obstacle(layer: nn.Module, segments: list[Segment]) -> str | N
     unknown = _unknown(layer, LAYER_FACTS)
     if unknown:
         return f"it has {unknown}"
+    if not has_known_forward(layer, LAYER):
+        return f"the forward of {type(layer).__name__} is not one of those that a chain can stand in for"
     for path, module in layer.named_modules():
         if "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks:
             return f"{path or 'it'} has a forward or hooks of its own"
@@ -102,6 +105,8 @@ def _mixer_obstacle(mixer: Segment) -> str | None:
     unknown = _unknown(module, ATTENTION_FACTS)
     if unknown:
         return f"attention has {unknown}"
+    if not has_known_forward(module, ATTENTION_CORE):
+        return f"the forward of {type(module).__name__} is not one of those that a chain can stand in for"
     if getattr(module, "sliding_window", None) is not None:
         return "attention has a sliding window"
     children = set(dict(module.named_children()))

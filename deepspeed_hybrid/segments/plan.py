@@ -13,6 +13,7 @@ from torch import nn
 
 from deepspeed_hybrid.compat import is_silu, text_model
 from deepspeed_hybrid.segments.gdn import is_gdn
+from deepspeed_hybrid.segments.known_forwards import MLP, has_known_forward
 
 GLU, GDN, ATTENTION = "fused_glu", "fused_gdn", "fused_attention"
 
@@ -64,7 +65,7 @@ def _classify(module: nn.Module) -> tuple[str | None, tuple[str, ...]]:
 
 def _obstacle(module: nn.Module, kind: str, names: tuple[str, ...]) -> str | None:
     projections = {name: getattr(module, name) for name in names}
-    if kind == GLU and "forward" in module.__dict__:
+    if kind == GLU and ("forward" in module.__dict__ or not has_known_forward(module, MLP)):
         return "it has a forward of its own"
     for name, projection in projections.items():
         obstacle = linear_obstacle(name, projection)
@@ -76,6 +77,8 @@ def _obstacle(module: nn.Module, kind: str, names: tuple[str, ...]) -> str | Non
         return "gate and up projections have a bias"
     if kind == GLU and not is_silu(getattr(module, "act_fn", None)):
         return f"activation {type(getattr(module, 'act_fn', None)).__name__} is not SiLU"
+    if kind == GLU and (module.act_fn._forward_hooks or module.act_fn._forward_pre_hooks):
+        return "its activation has forward hooks"
     if len({(projection.weight.dtype, projection.in_features) for projection in projections.values()}) != 1:
         return "projections differ in dtype or input size"
     return None
