@@ -259,6 +259,11 @@ class ModelCall:
         return getattr(head, "out_features", self.config.vocab_size)
 
     @property
+    def known_ids(self) -> int:
+        """Rows of the embedding: ids that the model can read. It may be padded, as the head may."""
+        return getattr(self.embedding, "num_embeddings", self.config.vocab_size)
+
+    @property
     def additive_mask(self) -> bool:
         return self.config._attn_implementation == "eager"
 

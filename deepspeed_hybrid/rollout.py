@@ -74,6 +74,7 @@ class HybridEngineRollout(RolloutEngine):
     def __init__(self, engine, tokenizer, cfg=None):
         bind_torch_gdn_without_gpu()
         self.engine, self.tokenizer = engine, tokenizer
+        self._module = engine.module
         self.cfg = HybridEngineRolloutConfig.from_object(cfg)
         self._paths: Paths = resolve_paths(engine, self.cfg)
         self._injection = self._paths.injection
@@ -124,18 +125,21 @@ class HybridEngineRollout(RolloutEngine):
     def generate_iter(self, request: RolloutRequest, sampling: BaseSamplingConfig) -> Iterator[FinishedRow]:
         """Like :meth:`generate`, but yield every row when it ends. Between rows the model is as it was before.
 
-        Closing the iterator early abandons the rows still running; the next call starts clean.
+        Closing the iterator early abandons the rows still running; the next call starts clean. The figures of a run
+        that came to its end include what the caller did between rows.
         """
+        start = time.perf_counter()
         with torch.inference_mode(False):
             job = self._prepare(request, sampling)
-        return self._finished_rows(job)
+        return self._finished_rows(job, start, time.perf_counter())
 
-    def _finished_rows(self, job: _Job) -> Iterator[FinishedRow]:
+    def _finished_rows(self, job: _Job, start: float, ready: float) -> Iterator[FinishedRow]:
         for rows in self._rounds(job):
             for row in rows:
                 with torch.inference_mode(False):
                     finished = finished_row(job.answers, row, job.request.prompt_ids.device)
                 yield finished
+        self._take_figures(job, start, ready, time.perf_counter())
 
     def _run_to_the_end(self, job: _Job) -> None:
         """Run the job in one go: nobody can have touched the model since it was prepared."""
@@ -222,14 +226,16 @@ class HybridEngineRollout(RolloutEngine):
         """Check everything, change nothing."""
         if self._closed:
             raise RuntimeError("generate() was called after shutdown()")
+        if self.engine.module is not self._module:
+            raise RuntimeError(
+                "engine.module is another model than when this rollout was made; make a new HybridEngineRollout"
+            )
         call = self._paths.call
         if self._follow_weights():
             self._run += 1  # an iterator that is still open stood on what is released here
             self._arena.release()  # another dtype or width would not fit its buffers
         self._injection.check()
-        prompts = check_prompts(
-            request.prompt_ids, request.prompt_attention_mask, call.config.vocab_size, self._paths.device
-        )
+        prompts = check_prompts(request.prompt_ids, request.prompt_attention_mask, call.known_ids, self._paths.device)
         plan = check_sampling(
             sampling, call.config.vocab_size, getattr(call.model, "generation_config", None), self.tokenizer
         )

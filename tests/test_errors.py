@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import assert_same_answers, greedy, prompt, rollout_of
+from harness import answers, assert_same_answers, greedy, prompt, rollout_of
 from models import COMMON, VOCAB, Tokenizer, ragged_prompts, solo, tiny_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from deepspeed_hybrid import RolloutRequest, SamplingConfig
+from deepspeed_hybrid import HybridEngineRollout, RolloutRequest, SamplingConfig
 
 LENGTHS, NEW_TOKENS = [3, 7], 6
 
@@ -261,6 +261,33 @@ def test_a_tokenizer_without_pad_and_eos(bench, eos):
     with pytest.raises(ValueError, match="tokenizer.*pad_token_id.*eos_token_id"):
         greedy(rollout, bench.prompts, 3)
     assert_intact(bench)
+
+
+# --------------------------------------------------------------------------------------------------------- the engine
+
+
+def test_another_model_in_the_engine_is_refused():
+    engine = SimpleNamespace(module=tiny_model("qwen2_5"))
+    rollout = HybridEngineRollout(engine, Tokenizer())
+    kept, engine.module = engine.module, tiny_model("qwen2_5")
+    prompts = ragged_prompts([3, 2])
+    with pytest.raises(RuntimeError, match="engine.module is another model"):
+        greedy(rollout, prompts, 3)
+    engine.module = kept
+    assert answers(greedy(rollout, prompts, 3))
+
+
+def test_rows_of_a_padded_embedding_are_ids():
+    """A sampled id of the padding must be fit to be read in the next turn."""
+    model = tiny_model("qwen2_5")
+    model.config.vocab_size -= 8
+    ids = torch.tensor([[3, VOCAB - 1]])
+    request = RolloutRequest(ids, torch.ones_like(ids))
+    batch = rollout_of(model).generate(request, SamplingConfig(max_new_tokens=2, temperature=0.0))
+    expected = solo(model, ids[0], 2)
+    assert batch.input_ids[0, 2:].tolist() == expected.tokens.tolist()
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        rollout_of(model).generate(RolloutRequest(ids + 1, request.prompt_attention_mask), SamplingConfig(2))
 
 
 # ------------------------------------------------------------------------------------------- failures while running

@@ -170,3 +170,18 @@ def test_released_memory_comes_back(bench):
     assert set(report.values()) == {0}
     assert torch.equal(bench.rollout.generate(bench.request, SAMPLING).input_ids, bench.batch.input_ids)
     assert bench.rollout.memory_report()["decode_state"] > 0
+
+
+def test_figures_are_of_a_run_that_came_to_its_end():
+    model = tiny_model("qwen2_5")
+    rollout = rollout_of(model, enable_profiling=True)
+    request = RolloutRequest(*ragged_prompts(LENGTHS))
+    sampling = SamplingConfig(max_new_tokens=4, temperature=0.0, continuous_batch_size=2)
+    rows = rollout.generate_iter(request, sampling)
+    next(rows)
+    assert rollout.get_last_profile() is None and rollout.get_last_continuous_stats() is None
+    list(rows)
+    profile, stats = rollout.get_last_profile(), rollout.get_last_continuous_stats()
+    rollout.generate(request, sampling)
+    assert profile is not None and set(profile) == set(rollout.get_last_profile())
+    assert stats is not None and set(stats) == set(rollout.get_last_continuous_stats())

@@ -17,6 +17,7 @@ from deepspeed_hybrid.generation.step import decode_step
 
 SMALL_SLOT_BUCKETS = (1, 2, 4, 8)
 SLOT_STEP, LENGTH_STEP = 8, 64
+MOST_GROWTH = 2  # room for two different calls may be this many times that for the larger
 
 
 def slot_bucket(rows: int) -> int:
@@ -30,7 +31,7 @@ def length_bucket(tokens: int) -> int:
 
 
 class Arena:
-    """Cache, state and captured steps. It grows when a call needs more, and then captures anew; it never shrinks.
+    """Cache, state and captured steps. It grows when a call needs more, and then captures anew.
 
     Args:
         model: the model's forward.
@@ -60,13 +61,21 @@ class Arena:
         """Make room for ``rows`` rows of up to ``tokens`` tokens each, and set the buckets of the coming steps."""
         self.lanes, self.kv_length = slot_bucket(rows), length_bucket(tokens)
         if self.cache is None or self.cache.slots < self.lanes or self.cache.capacity < self.kv_length:
-            slots = max(self.lanes, self.cache.slots if self.cache else 0)
-            capacity = max(self.kv_length, self.cache.capacity if self.cache else 0)
+            slots, capacity = self._grown() if self.cache else (self.lanes, self.kv_length)
             self.release()
             self.cache = SlotCache(layer_kinds(self.model.model), slots, capacity, self.state_dtype)
             self.state = DecodeState.empty(slots, capacity, self.device)
         if not self.masked():
             self.kv_length = self.cache.capacity  # costs nothing, and one captured step serves every length
+
+    def _grown(self) -> tuple[int, int]:
+        """Slots and capacity that hold this call, and the largest so far too, unless the two have little in common.
+
+        Many short rows and then a few long ones would together ask for many long ones.
+        """
+        slots, capacity = max(self.lanes, self.cache.slots), max(self.kv_length, self.cache.capacity)
+        larger = max(self.lanes * self.kv_length, self.cache.slots * self.cache.capacity)
+        return (slots, capacity) if slots * capacity <= MOST_GROWTH * larger else (self.lanes, self.kv_length)
 
     def begin(self, plan: SamplingPlan) -> Callable[[], None]:
         """Park every row and take over the call's options; return one decode step over the reserved lanes."""

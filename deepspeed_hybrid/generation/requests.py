@@ -3,6 +3,7 @@
 # DeepSpeed Team
 """From a request to rows: everything is checked here, before any state changes."""
 
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -206,7 +207,8 @@ def refuse_processors(generation_config) -> None:
     """Raise ValueError naming a set field of ``generation_config`` that generation here would not honour."""
     for name, neutral in UNSUPPORTED_PROCESSORS.items():
         value = getattr(generation_config, name, None)
-        if value is not None and value not in neutral:
+        empty = isinstance(value, (list, tuple, dict)) and not value
+        if value is not None and not empty and value not in neutral:
             raise ValueError(
                 f"generation_config.{name}={value!r} is not supported; unset it on the model "
                 "(temperature, top_k, top_p and min_p there are overruled by SamplingConfig)"
@@ -215,26 +217,38 @@ def refuse_processors(generation_config) -> None:
 
 def stop_ids(tokenizer, generation_config, extra: list[int] | None) -> tuple[int, ...]:
     """The tokenizer's, the generation_config's and the call's own ids, sorted."""
-    ids: set[int] = set()
-    for source in (getattr(tokenizer, "eos_token_id", None), getattr(generation_config, "eos_token_id", None), extra):
-        if source is not None:
-            ids.update([source] if isinstance(source, int) else source)
-    return tuple(sorted(ids))
+    sources = {
+        "tokenizer.eos_token_id": getattr(tokenizer, "eos_token_id", None),
+        "generation_config.eos_token_id": getattr(generation_config, "eos_token_id", None),
+        "stop_token_ids": extra,
+    }
+    return tuple(sorted({token for name, source in sources.items() for token in _ids(name, source)}))
+
+
+def _ids(name: str, source) -> list[int]:
+    """Token ids as a tokenizer or a configuration gives them: None, an integer of any library's, or several."""
+    if source is None:
+        return []
+    try:
+        ids = [operator.index(token) for token in (source if isinstance(source, (list, tuple, set)) else [source])]
+    except TypeError:
+        ids = [-1]
+    if any(token < 0 for token in ids):
+        raise ValueError(f"{name} must be an id of at least 0, or a list of them; got {source!r}")
+    return ids
 
 
 def pad_id(tokenizer) -> int:
-    """The id written after a row's end: the tokenizer's pad id, else its (first) EOS id.
+    """The id written after a row's end: the tokenizer's (first) pad id, else its (first) EOS id.
 
     Raises:
-        ValueError: the tokenizer defines neither.
+        ValueError: the tokenizer defines neither, or something that is no id.
     """
-    pad = getattr(tokenizer, "pad_token_id", None)
-    if pad is not None:
-        return pad
-    eos = getattr(tokenizer, "eos_token_id", None)
-    if eos is None or (not isinstance(eos, int) and not eos):
-        raise ValueError("tokenizer must define pad_token_id or eos_token_id")
-    return eos if isinstance(eos, int) else eos[0]
+    for name in ("pad_token_id", "eos_token_id"):
+        ids = _ids(f"tokenizer.{name}", getattr(tokenizer, name, None))
+        if ids:
+            return ids[0]
+    raise ValueError("tokenizer must define pad_token_id or eos_token_id")
 
 
 def check_positions(lengths: list[int], max_new_tokens: int, max_positions: int | None) -> None:

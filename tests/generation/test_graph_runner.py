@@ -279,3 +279,23 @@ def test_parked_is_undone_even_by_an_error(arena):
     with arena.parked():
         pass
     assert arena.state.active.tolist() == [True, False]
+
+
+def test_unrelated_calls_do_not_multiply():
+    """Many short rows, then a few long ones: room for each, and not for many long ones."""
+    arena = arena_of(lambda: False)
+    sizes = []
+    for rows, tokens in ((512, 64), (4, 4096), (4, 2000), (8, 4096), (512, 64)):
+        arena.reserve(rows, tokens)
+        sizes.append((arena.cache.slots, arena.cache.capacity))
+    assert sizes == [(512, 64), (4, 4096), (4, 4096), (8, 4096), (512, 64)]
+
+
+def test_calls_that_have_much_in_common_share_their_room():
+    arena = arena_of(lambda: False)
+    arena.reserve(8, 128)
+    arena.reserve(16, 64)
+    assert (arena.cache.slots, arena.cache.capacity) == (16, 128)
+    cache = arena.cache
+    arena.reserve(8, 128)
+    assert arena.cache is cache

@@ -5,6 +5,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from deepspeed.runtime.rollout import base
@@ -165,6 +166,38 @@ def test_a_new_generation_config_is_accepted():
             use_cache=True,
         )
     )
+
+
+def test_empty_lists_in_a_generation_config_set_nothing():
+    refuse_processors(
+        SimpleNamespace(suppress_tokens=[], begin_suppress_tokens=(), sequence_bias={}, bad_words_ids=None)
+    )
+
+
+@pytest.mark.parametrize(
+    "eos, ids",
+    [(3, (3,)), (np.int64(3), (3,)), ([4, np.int32(2)], (2, 4)), ((7,), (7,)), (torch.tensor(5), (5,)), ([], ())],
+    ids=str,
+)
+def test_stop_ids_come_as_any_integers(eos, ids):
+    assert stop_ids(SimpleNamespace(eos_token_id=eos), None, None) == ids
+    assert stop_ids(SimpleNamespace(), SimpleNamespace(eos_token_id=eos), [9]) == tuple(sorted((*ids, 9)))
+
+
+@pytest.mark.parametrize(
+    "pad, eos, expected", [(np.int64(6), 2, 6), ([5, 6], 2, 5), (None, [8, 9], 8), (0, 2, 0)], ids=str
+)
+def test_pad_id_is_the_first_that_there_is(pad, eos, expected):
+    chosen = pad_id(SimpleNamespace(pad_token_id=pad, eos_token_id=eos))
+    assert chosen == expected and type(chosen) is int
+
+
+@pytest.mark.parametrize("wrong", [-1, "</s>", 1.5, [3, None]], ids=str)
+def test_what_is_no_id_is_refused_by_name(wrong):
+    with pytest.raises(ValueError, match="tokenizer.eos_token_id"):
+        stop_ids(SimpleNamespace(eos_token_id=wrong), None, None)
+    with pytest.raises(ValueError, match="tokenizer.pad_token_id"):
+        pad_id(SimpleNamespace(pad_token_id=wrong, eos_token_id=2))
 
 
 def test_fresh_seeds_follow_torch():
