@@ -3,7 +3,6 @@
 # DeepSpeed Team
 """Which path each part of generation takes, decided once, with a reason for everything that is off."""
 
-import importlib.util
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from deepspeed_hybrid.ops.decode_step import decode_step, decode_step_reference
 from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves, fused_silu_mul_halves_reference
 from deepspeed_hybrid.ops.gdn_decode import gdn_decode, gdn_decode_reference
 from deepspeed_hybrid.ops.gdn_gates import gdn_gates, gdn_gates_reference
-from deepspeed_hybrid.ops.loader import op_obstacle
+from deepspeed_hybrid.ops.loader import op_obstacle, triton_obstacle
 from deepspeed_hybrid.segments.apply import refuse_kernelized
 from deepspeed_hybrid.segments.decoder_layer import DecodeOps
 from deepspeed_hybrid.segments.gathered import GatheredWeights, is_partitioned, partition_obstacle
@@ -185,8 +184,9 @@ def chain_ops(device: torch.device, backend: str) -> DecodeOps | str:
         )
     if backend in ("cuda", "torch"):
         return f"segki_backend is {backend!r}"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
+    obstacle = triton_obstacle()
+    if obstacle:
+        return obstacle
     return DecodeOps(
         fused_linear.normed_rows,
         fused_linear.normed_linear,

@@ -22,6 +22,8 @@ BUILDERS = {
     "fused_silu_mul_halves": f"{BUILDER_PACKAGE}.fused_silu_mul_halves:FusedSiluMulHalvesBuilder",
     "gdn_gates": f"{BUILDER_PACKAGE}.gdn_gates:GdnGatesBuilder",
 }
+# Ops whose kernels Triton compiles at their first use.
+TRITON_OPS = ("normed_rows", "normed_linear", "residual_linear", "gdn_decode", "attention_decode")
 
 
 class OpStatus(NamedTuple):
@@ -52,6 +54,15 @@ def op_obstacle(name: str) -> str | None:
     """Why an op cannot be built and used here, or None where it can."""
     find_ninja()
     return builder(name).obstacle()
+
+
+def triton_obstacle() -> str | None:
+    """Why the Triton ops cannot run here, or None where they can."""
+    import torch
+
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    return None if torch.cuda.is_available() else "no CUDA device is visible"
 
 
 @functools.cache

@@ -36,7 +36,10 @@ def doctor(model_config: Path | None, use_graph_capture: bool, use_segki: bool, 
     _section("versions", results.versions())
     _section("device", _devices())
     _section("compilers", _compilers())
-    _section("ops", {status.name: _op_line(status) for status in loader.op_status()})
+    cuda_ops = {status.name: _op_line(status) for status in loader.op_status()}
+    obstacle = loader.triton_obstacle()
+    triton_line = f"cannot run: {obstacle}" if obstacle else "Triton; compiled at first use"
+    _section("ops", cuda_ops | dict.fromkeys(loader.TRITON_OPS, triton_line))
 
     _section("GatedDeltaNet training", {"here": _training(build_model(load_config("tiny"), seed=0))})
 
