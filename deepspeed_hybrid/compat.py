@@ -15,27 +15,18 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 from transformers.cache_utils import Cache, LinearAttentionLayer, StaticLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 __all__ = [
-    "Cache",
-    "GdnKernels",
-    "LinearAttentionLayer",
-    "ModelCall",
-    "StaticLayer",
-    "adapter_state",
-    "bind_torch_gdn_without_gpu",
-    "causal_model",
-    "facts",
-    "gdn_kernels",
-    "is_silu",
-    "is_zero3_hook",
-    "layer_kinds",
-    "text_config",
+    "Cache", "GdnKernels", "LinearAttentionLayer", "ModelCall", "StaticLayer", "adapter_state",
+    "attention_function", "bind_torch_gdn_without_gpu", "causal_model", "facts", "global_hooks", "hooks_of",
+    "is_bookkeeping", "own_attention", "gdn_kernels", "is_silu", "is_zero3_hook", "layer_kinds", "text_config",
     "text_model",
-]
+]  # fmt: skip
 
 GDN_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 CHUNK_FUNCTION, RECURRENT_FUNCTION = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
+CAPTURING_HOOKS = "transformers.utils.output_capturing"
 ZERO3_ATTRIBUTES = {"all_parameters", "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn"}
 ATTENTION_WITH_DENSE_MASKS = ("sdpa", "eager")
 # Where the functions come from that a ZeRO-3 engine hooks into modules; its profiling decorator hides some origins.
@@ -59,10 +50,12 @@ def causal_model(module: nn.Module) -> nn.Module:
 
 
 def adapter_state(module: nn.Module) -> tuple | None:
-    """Of a PEFT layer: its active adapters, whether they are disabled, and which are merged into the weight."""
+    """Of a PEFT layer: its active adapters, whether they are off, which are merged, and by what they are scaled."""
     if "merged_adapters" not in module.__dict__:
         return None
-    return tuple(module.active_adapters), bool(module.disable_adapters), tuple(module.merged_adapters)
+    scaling = module.__dict__.get("scaling")
+    factors = tuple(scaling.items()) if isinstance(scaling, dict) else ()
+    return tuple(module.active_adapters), bool(module.disable_adapters), tuple(module.merged_adapters), factors
 
 
 def is_silu(activation: object) -> bool:
@@ -77,11 +70,38 @@ def is_zero3_hook(hook: Callable) -> bool:
 
 def facts(module: nn.Module) -> set[str]:
     """Names of what a module holds besides modules, parameters and what a DeepSpeed engine has hung on it."""
-    return {
-        name
-        for name in module.__dict__
-        if not name.startswith(("_", "ds_")) and name not in ZERO3_ATTRIBUTES and name != "training"
-    }
+    return {name for name in module.__dict__ if not name.startswith("_") and not is_bookkeeping(name)}
+
+
+def is_bookkeeping(name: str) -> bool:
+    """Whether an attribute of a module says nothing of what its forward does."""
+    return name.startswith("ds_") or name in ZERO3_ATTRIBUTES or name == "training"
+
+
+def hooks_of(module: nn.Module) -> tuple:
+    """Forward hooks that may change something. Those by which transformers captures hidden states, and which it
+    leaves behind, only look on, and only where somebody asks for hidden states."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return tuple(hook for hook in hooks if not (getattr(hook, "__module__", None) or "").startswith(CAPTURING_HOOKS))
+
+
+def global_hooks() -> tuple:
+    """Hooks that torch runs at every call of every module."""
+    hooks = nn.modules.module
+    return (*hooks._global_forward_pre_hooks.values(), *hooks._global_forward_hooks.values())
+
+
+def attention_function(model: nn.Module) -> object:
+    """What the model's attention implementation names at present."""
+    return ALL_ATTENTION_FUNCTIONS.get(text_config(model)._attn_implementation)
+
+
+def own_attention(implementation: str) -> bool:
+    """Whether an attention implementation is transformers' own, and not one that somebody registered."""
+    if implementation == "eager":
+        return True
+    function = ALL_ATTENTION_FUNCTIONS.get(implementation)
+    return function is None or (getattr(function, "__module__", None) or "").startswith("transformers.")
 
 
 def text_config(model: nn.Module):
@@ -238,6 +258,17 @@ class ModelCall:
         self.model = model
         self.config = text_config(model)
         self.cache_keyword = "cache" if "cache" in parameters else "past_key_values"
+        if (getattr(self.config, "n_recurrent_loops", None) or 1) > 1:
+            raise ValueError(
+                f"model {type(model).__name__} is not supported: it runs layers several times (n_recurrent_loops)"
+            )
+        if getattr(self.config, "is_causal", True) is False:
+            raise ValueError(f"model {type(model).__name__} is not supported: its attention is not causal (is_causal)")
+        if not own_attention(self.config._attn_implementation) and not self.takes_dense_masks:
+            raise ValueError(
+                f"model {type(model).__name__} is not supported: attention {self.config._attn_implementation!r} was "
+                "registered by somebody else, and cannot be exchanged for one that takes the masks of slots"
+            )
         rope = getattr(self.config, "rope_parameters", None) or {}
         self.rope_type = rope.get("rope_type", "default")
         if self.rope_type == "longrope":
@@ -264,6 +295,10 @@ class ModelCall:
         return getattr(self.embedding, "num_embeddings", self.config.vocab_size)
 
     @property
+    def takes_dense_masks(self) -> bool:
+        return self.config._attn_implementation in ATTENTION_WITH_DENSE_MASKS
+
+    @property
     def additive_mask(self) -> bool:
         return self.config._attn_implementation == "eager"
 
@@ -281,6 +316,7 @@ class ModelCall:
             [B, V] in the model's dtype.
         """
         self.forwards += 1
+        layers = len(cache.layers)
         output = self.model(
             input_ids=input_ids,
             attention_mask=self._mask_argument(mask, input_ids),
@@ -291,6 +327,10 @@ class ModelCall:
             **self.quiet_options,
         )
         if not self._cache_checked:
+            if len(cache.layers) != layers:
+                raise RuntimeError(
+                    f"{type(self.model).__name__} is not supported: it adds layers to its cache while it runs"
+                )
             self._check(output, cache)
         return output.logits[:, -1]
 

@@ -24,7 +24,6 @@ from deepspeed_hybrid.segments.apply import refuse_kernelized
 from deepspeed_hybrid.segments.decoder_layer import DecodeOps
 from deepspeed_hybrid.segments.gathered import GatheredWeights, is_partitioned, partition_obstacle
 from deepspeed_hybrid.segments.injection import Injection
-from deepspeed_hybrid.segments.known_forwards import GATED_DELTA_NET, has_known_forward
 from deepspeed_hybrid.segments.plan import Segment, plan_segments
 
 OPS: dict[str, tuple[Callable, Callable]] = {
@@ -143,8 +142,11 @@ def check_weights(engine, model: nn.Module) -> torch.device:
     for name, parameter in parameters.items():
         if parameter.is_meta:
             raise ValueError(f"model parameter {name} is on the meta device; load the weights first")
-        if not parameter.is_floating_point() or parameter.element_size() < 2:
-            raise ValueError(f"model parameter {name} is quantised ({parameter.dtype}); accepted are fp32, bf16, fp16")
+        if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            what = (
+                "quantised" if parameter.element_size() < 2 or not parameter.is_floating_point() else "of another kind"
+            )
+            raise ValueError(f"model parameter {name} is {what} ({parameter.dtype}); accepted are fp32, bf16, fp16")
         obstacle = partition_obstacle(parameter) if is_partitioned(parameter) else None
         if obstacle:
             raise ValueError(f"model parameter {name} cannot be gathered from ZeRO stage 3: {obstacle}")
@@ -237,11 +239,6 @@ def _layer_paths(model: nn.Module, kinds: list[str], call: ModelCall) -> list[tu
     rows = []
     for index, (layer, kind) in enumerate(zip(text_model(model).layers, kinds, strict=True)):
         if kind == "linear_attention":
-            if not has_known_forward(layer.linear_attn, GATED_DELTA_NET):
-                raise ValueError(
-                    f"layer {index} is not supported: the forward of {type(layer.linear_attn).__name__} is not a "
-                    "GatedDeltaNet layer's of Qwen3.5 or Qwen3-Next"
-                )
             path = f"own forward over slots; scan by {gdn_kernels(layer.linear_attn).source}"
         else:
             path = f"transformers forward ({attention}) over KV slots"

@@ -88,6 +88,7 @@ class HybridEngineRollout(RolloutEngine):
             lambda: self._injection.masked,
         )
         self._seen = fingerprint(self._paths.call.model)
+        self._changes = 0  # how often the model was found changed
         self._last_profile: dict | None = None
         self._last_continuous_stats: dict | None = None
         self._run = 0  # counts calls, so that an iterator left open knows when its slots were taken
@@ -151,15 +152,18 @@ class HybridEngineRollout(RolloutEngine):
 
     def _rounds(self, job: _Job) -> Iterator[list[int]]:
         """Run the job, yielding the rows that have ended. The model is bound only while this generator runs."""
-        rounds = None
+        rounds, begun = None, self._changes
         with self._numbered() as run:
             while True:
                 if self._closed:
                     raise RuntimeError("generate_iter() went on after shutdown()")
                 if run != self._run:
                     raise RuntimeError("generate_iter() was overtaken: another call has used its slots since")
-                if self._follow_weights() and rounds is not None and self._graphs is not None:
-                    raise RuntimeError("parameters were replaced or moved while rows were running in a captured graph")
+                if self._follow_weights() and rounds is None:
+                    self._arena.release()  # as at the start of a call
+                begun = self._changes if rounds is None else begun
+                if begun != self._changes and self._graphs is not None:
+                    raise RuntimeError("the model was changed while rows were running in a captured graph")
                 self._injection.freshen()  # packed copies follow parameters that were written without notice
                 with self._generating():
                     rounds = rounds or self._begin(job)
@@ -285,16 +289,16 @@ class HybridEngineRollout(RolloutEngine):
         return self._injection.sync()
 
     def _follow_weights(self) -> bool:
-        """Fuse anew, and drop the graphs, where parameters or layers were replaced or moved; whether they were."""
+        """Plan and fuse anew, and drop the graphs, where anything about the model has changed; whether it has."""
         now = fingerprint(self._paths.call.model)
-        changed = now.places != self._seen.places or (now.held != self._seen.held and self._injection.replan())
-        self._seen = now
+        changed = now != self._seen
         if changed:
+            self._changes += 1
             self._injection.replan()
             self._injection.follow()
             self._seen = fingerprint(self._paths.call.model)  # parameters may have been moved next to one another
             if self._graphs is not None and len(self._graphs):
-                logger.warning("deepspeed_hybrid: parameters were replaced or moved; captured graphs are dropped")
+                logger.warning("deepspeed_hybrid: the model was changed; captured graphs are dropped")
                 self._graphs.release()
         return changed
 

@@ -84,14 +84,14 @@ class Arena:
         self.state.set_stop_ids(plan.stop_ids)
         if kind.penalised:
             self.state.track_seen(self.model.vocab_size)
-        lanes, kv_length, masked = self.state.lanes(self.lanes), self.kv_length, self.masked()
+        lanes, kv_length = self.state.lanes(self.lanes), self.kv_length
 
-        def run() -> None:
-            decode_step(self.model, self.cache, lanes, kind, kv_length, masked, self.choose)
+        def run() -> None:  # an eager one may outlive the plan it began with
+            decode_step(self.model, self.cache, lanes, kind, kv_length, self.masked(), self.choose)
 
         if self.graphs is None or plan.max_new_tokens == 1:
             return run
-        key = (self.lanes, kv_length, masked, kind, self.state.stop_ids.numel())
+        key = (self.lanes, kv_length, self.masked(), kind, self.state.stop_ids.numel())
         return self.graphs.prepare(key, run, self.parked)
 
     @contextmanager

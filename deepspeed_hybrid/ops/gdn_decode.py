@@ -18,7 +18,7 @@ from deepspeed_hybrid.ops.gdn_gates import gdn_gates_reference
 from deepspeed_hybrid.ops.inference import refuse_recording
 
 MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-STATE_DTYPES = (torch.float32, torch.bfloat16)
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WEIGHT_DTYPES = (*MODEL_DTYPES, torch.float64)
 MAX_CONV_KERNEL = 8
 L2_EPS = 1e-6  # under the root when q and k are normalised
@@ -178,8 +178,8 @@ def gdn_decode(
 ) -> torch.Tensor:
     """Short conv, gates, gated delta rule and gated norm for one new token a row; window and state change in place.
 
-    Row b uses slot b. All arithmetic is fp32; the output is rounded once, and the state once where it is bf16. Hugging
-    Face rounds to the model's dtype after the conv, after the scan and before the norm's weight.
+    Row b uses slot b. All arithmetic is fp32; the output is rounded once, and the state once where it is not fp32.
+    Hugging Face rounds to the model's dtype after the conv, after the scan and before the norm's weight.
 
     On CUDA this is one launch, in which every state is read once and written once, without a host sync; the first call
     for a set of sizes and dtypes compiles it. A row's bits are the same in any batch. On a CPU it is
@@ -192,7 +192,7 @@ def gdn_decode(
         conv_weight: [C, K] of any float dtype; the last tap is for the new token.
         conv_bias: [C] of any float dtype, or None.
         A_log, dt_bias: [HV] of any float dtype.
-        state: [S, HV, DK, DV] fp32 or bf16, updated.
+        state: [S, HV, DK, DV] fp32, bf16 or fp16, updated.
         norm_weight: [DV] of any float dtype.
         eps: of the norm.
         position: [B] int64, the new token's place in its sequence, 0 for the first.

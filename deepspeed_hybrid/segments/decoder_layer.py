@@ -19,9 +19,18 @@ from functools import partial
 import torch
 from torch import nn
 
-from deepspeed_hybrid.compat import facts
+from deepspeed_hybrid.compat import facts, hooks_of, own_attention
+from deepspeed_hybrid.ops.attention_decode import MAX_HEAD_DIM
+from deepspeed_hybrid.ops.gdn_decode import MAX_CONV_KERNEL
 from deepspeed_hybrid.segments.apply import Binding
-from deepspeed_hybrid.segments.known_forwards import ATTENTION_CORE, LAYER, has_known_forward
+from deepspeed_hybrid.segments.known_forwards import (
+    ATTENTION_CORE,
+    CAUSAL_MODEL,
+    DECODER,
+    GATED_NORM,
+    LAYER,
+    has_known_forward,
+)
 from deepspeed_hybrid.segments.norm import Norm, as_rms_norm, rms_norm
 from deepspeed_hybrid.segments.plan import ATTENTION, GDN, GLU, Segment, linear_obstacle
 from deepspeed_hybrid.segments.weights import FusedLinear
@@ -72,7 +81,7 @@ def decoder_layer_obstacle(layer: nn.Module, segments: list[Segment]) -> str | N
     if not has_known_forward(layer, LAYER):
         return f"the forward of {type(layer).__name__} is not one of those that a chain can stand in for"
     for path, module in layer.named_modules():
-        if "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks:
+        if "forward" in module.__dict__ or hooks_of(module):
             return f"{path or 'it'} has a forward or hooks of its own"
     for name in ("input_layernorm", "post_attention_layernorm"):
         if as_rms_norm(children[name]) is None:
@@ -98,6 +107,10 @@ def _mixer_obstacle(mixer: Segment) -> str | None:
             return "the columns of its input projections are interleaved by head"
         if module.activation not in ("silu", "swish"):
             return f"the activation of its conv is {module.activation}"
+        if not has_known_forward(module.norm, GATED_NORM):
+            return f"the forward of {type(module.norm).__name__} is not that of a gated RMSNorm"
+        if module.conv_kernel_size > MAX_CONV_KERNEL:
+            return f"its conv reaches {module.conv_kernel_size} tokens, more than {MAX_CONV_KERNEL}"
         dtypes = {module.in_proj_qkv.weight.dtype, module.out_proj.weight.dtype}
         return linear_obstacle("out_proj", module.out_proj) or (
             "its products differ in dtype" if len(dtypes) > 1 else None
@@ -109,6 +122,10 @@ def _mixer_obstacle(mixer: Segment) -> str | None:
         return f"the forward of {type(module).__name__} is not one of those that a chain can stand in for"
     if getattr(module, "sliding_window", None) is not None:
         return "attention has a sliding window"
+    if module.head_dim > MAX_HEAD_DIM:
+        return f"its heads have {module.head_dim} dimensions, more than {MAX_HEAD_DIM}"
+    if not own_attention(module.config._attn_implementation):
+        return f"attention {module.config._attn_implementation!r} was registered by somebody else"
     children = set(dict(module.named_children()))
     if children not in (
         {"q_proj", "k_proj", "v_proj", "o_proj"},
@@ -290,13 +307,24 @@ def attention_decode_step(
     )
 
 
-def head_obstacle(decoder: nn.Module, head: nn.Module) -> str | None:
-    """Why the last norm and the head cannot be one product, or None."""
+def head_obstacle(model: nn.Module, decoder: nn.Module, head: nn.Module) -> str | None:
+    """Why the last norm, which then moves behind all that lies between it and the head, cannot be in the head's
+    product; None where it can."""
     norm = getattr(decoder, "norm", None)
     if norm is None or as_rms_norm(norm) is None:
         return "the last norm is not an RMSNorm"
-    if norm.weight.dtype != head.weight.dtype:
-        return "the last norm and the head differ in dtype"
+    if len({norm.weight.dtype, head.weight.dtype, decoder.embed_tokens.weight.dtype}) != 1:
+        return "embedding, last norm and head differ in dtype"
+    for module, kind in ((decoder, DECODER), (model, CAUSAL_MODEL)):
+        if not has_known_forward(module, kind):
+            return f"the forward of {type(module).__name__} is not one of those whose head a chain can stand in for"
+    for module in model.modules():
+        between = module is not model and any(part is decoder for part in module.modules())
+        if "forward" in module.__dict__ and (between or module is model) or between and hooks_of(module):
+            return f"{type(module).__name__}, between the last norm and the head, has a forward or hooks of its own"
+    uses = [child for module in model.modules() for child in module._modules.values()]
+    if any(sum(child is part for child in uses) != 1 for part in (norm, head)):
+        return "the last norm or the head has another use"
     return linear_obstacle("the head", head)
 
 

@@ -12,27 +12,39 @@ from typing import NamedTuple
 
 from torch import nn
 
-from deepspeed_hybrid.compat import adapter_state
+from deepspeed_hybrid.compat import adapter_state, attention_function, global_hooks, hooks_of, is_bookkeeping
 from deepspeed_hybrid.segments.gathered import address
+from deepspeed_hybrid.segments.known_forwards import helpers_of
 
 
 class Fingerprint(NamedTuple):
     """What is compared. Weights that were written in place leave both as they are."""
 
-    places: tuple  # where weights and buffers lie, in which form, and which adapters take part: baked into a graph
-    held: tuple  # the modules, their hooks and what hangs on them: another plan may come of a change
+    places: tuple  # where weights and buffers lie, in which form, and which adapters take part
+    held: tuple  # the modules, their forwards and hooks, and what hangs on them
+
+
+PLAIN_VALUES = (int, float, str, bytes, type(None))  # compared by value, everything else by identity
 
 
 def fingerprint(model: nn.Module) -> Fingerprint:
-    """Of a model as it is now; ``training`` does not count."""
+    """Of a model as it is now; ``training``, and what a DeepSpeed engine counts on modules, does not take part."""
     places: list = []
-    held: list = []
+    held: list = [global_hooks(), attention_function(model)]
     for module in _walk(model):
         for table in (module._parameters, module._buffers):
             places.extend([None if one is None else address(one) for one in table.values()])
         places.append(adapter_state(module))
-        held.append((module, len(module._forward_hooks), len(module._forward_pre_hooks)))
-        held.extend([id(value) for name, value in module.__dict__.items() if name != "training"])
+        held.append((module, type(module), type(module).forward, hooks_of(module)))
+        if "q_proj" in module._modules:
+            held.append(helpers_of(module))
+        held.extend(
+            [
+                value if isinstance(value, PLAIN_VALUES) else id(value)
+                for name, value in module.__dict__.items()
+                if not is_bookkeeping(name)
+            ]
+        )
     return Fingerprint(tuple(places), tuple(held))
 
 

@@ -19,16 +19,16 @@ from typing import Any
 from torch import nn
 
 LAYER, ATTENTION_CORE, MLP, GATED_DELTA_NET = "DecoderLayer", "Attention", "MLP", "GatedDeltaNet"
+GATED_NORM, DECODER, CAUSAL_MODEL = "RMSNormGated", "Model|TextModel", "ForCausalLM|ForConditionalGeneration"
 # folder of transformers.models -> prefix of its classes
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_5": "Qwen3_5", "qwen3_next": "Qwen3Next"}
 # Functions of the same file that such a forward calls and that decide what it computes.
-HELPERS = {ATTENTION_CORE: ("apply_rotary_pos_emb", "rotate_half")}
+HELPERS = {ATTENTION_CORE: ("apply_rotary_pos_emb", "rotate_half", "eager_attention_forward")}
 
 
 def has_known_forward(module: nn.Module, kind: str) -> bool:
     """Whether the class's forward, with the helpers it calls, is that of a known family's class of this kind."""
-    module_class: Any = type(module)
-    return _signature(module_class, kind) in _known(kind)
+    return _signature(type(module).forward, kind) in _known(kind)
 
 
 @functools.cache
@@ -37,26 +37,42 @@ def _known(kind: str) -> set[tuple]:
     for folder, prefix in FAMILIES.items():
         name = f"transformers.models.{folder}.modeling_{folder}"
         if importlib.util.find_spec(name) is not None:
-            reference = getattr(importlib.import_module(name), prefix + kind, None)
-            if reference is not None:
-                signatures.add(_signature(reference, kind))
+            file = importlib.import_module(name)
+            for suffix in kind.split("|"):
+                reference = getattr(file, prefix + suffix, None)
+                # A class that somebody has patched is no reference for itself.
+                if reference is not None and all(
+                    one.__code__.co_filename == file.__file__ for one in _functions(reference.forward, kind)
+                ):
+                    signatures.add(_signature(reference.forward, kind))
     return signatures
 
 
-@functools.cache
-def _signature(module_class: Any, kind: str) -> tuple:
-    forward = _plain(module_class.forward)
-    helpers = (forward.__globals__.get(name) for name in HELPERS.get(kind, ()))
-    return tuple(_content(_plain(one).__code__) for one in (forward, *helpers) if one is not None)
+def helpers_of(module: nn.Module) -> tuple:
+    """The functions beside an attention's forward that a chain stands in for; somebody may exchange them."""
+    found = _plain(type(module).forward).__globals__
+    return tuple(found.get(name) for name in HELPERS[ATTENTION_CORE])
 
 
-def _plain(function: Callable) -> Callable:
+def _signature(forward: Callable, kind: str) -> tuple:
+    return tuple(_content(one.__code__) for one in _functions(forward, kind))
+
+
+def _functions(forward: Callable, kind: str) -> list[Any]:
+    """A forward and the helpers that it finds beside it, none of them wrapped."""
+    plain = _plain(forward)
+    helpers = (plain.__globals__.get(name) for name in HELPERS.get(kind, ()))
+    return [plain, *(_plain(one) for one in helpers if one is not None)]
+
+
+def _plain(function: Any) -> Any:
     """A function without the wrappers that transformers puts around it."""
     if isinstance(function, nn.Module):
         function = type(function).forward
     return inspect.unwrap(function)
 
 
+@functools.cache
 def _content(code: CodeType) -> tuple:
     """What a function does, without where it stands and what its documentation says."""
     constants = tuple(

@@ -3,10 +3,13 @@
 # DeepSpeed Team
 """What kind of RMSNorm a module is, found by asking its forward and not its name."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+from deepspeed_hybrid.compat import hooks_of
 
 
 @dataclass(frozen=True)
@@ -28,10 +31,10 @@ def as_rms_norm(module: nn.Module) -> Norm | None:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if weight is None or weight.dim() != 1 or len(module._parameters) != 1 or not isinstance(eps, float):
         return None
-    if "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks:
+    if "forward" in module.__dict__ or hooks_of(module):
         return None
     size = getattr(weight, "ds_shape", weight.shape)[0]  # a partitioned parameter is empty
-    key = (type(module), size, eps)
+    key = (type(module).forward, size, eps)
     if key not in _OFFSETS:
         _OFFSETS[key] = _offset(module, size, eps)
     offset = _OFFSETS[key]
@@ -50,7 +53,7 @@ def rms_norm(module: nn.Module) -> Norm:
     return norm
 
 
-_OFFSETS: dict[tuple[type, int, float], float | None] = {}  # every layer has two of the same
+_OFFSETS: dict[tuple[Callable, int, float], float | None] = {}  # every layer has two of the same
 
 
 def _offset(module: nn.Module, size: int, eps: float) -> float | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from deepspeed_hybrid.compat import is_silu, text_model
+from deepspeed_hybrid.compat import global_hooks, hooks_of, is_silu, text_model
 from deepspeed_hybrid.segments.gdn import is_gdn
 from deepspeed_hybrid.segments.known_forwards import MLP, has_known_forward
 
@@ -65,6 +65,8 @@ def _classify(module: nn.Module) -> tuple[str | None, tuple[str, ...]]:
 
 def _obstacle(module: nn.Module, kind: str, names: tuple[str, ...]) -> str | None:
     projections = {name: getattr(module, name) for name in names}
+    if global_hooks():
+        return "forward hooks of all modules are registered"
     if kind == GLU and ("forward" in module.__dict__ or not has_known_forward(module, MLP)):
         return "it has a forward of its own"
     for name, projection in projections.items():
@@ -77,7 +79,7 @@ def _obstacle(module: nn.Module, kind: str, names: tuple[str, ...]) -> str | Non
         return "gate and up projections have a bias"
     if kind == GLU and not is_silu(getattr(module, "act_fn", None)):
         return f"activation {type(getattr(module, 'act_fn', None)).__name__} is not SiLU"
-    if kind == GLU and (module.act_fn._forward_hooks or module.act_fn._forward_pre_hooks):
+    if kind == GLU and hooks_of(module.act_fn):
         return "its activation has forward hooks"
     if len({(projection.weight.dtype, projection.in_features) for projection in projections.values()}) != 1:
         return "projections differ in dtype or input size"
@@ -91,7 +93,7 @@ def linear_obstacle(name: str, projection: nn.Module) -> str | None:
         return f"{name} is a {kind_of}, not a plain linear layer"
     if not projection.weight.is_floating_point():
         return f"{name} is quantised ({projection.weight.dtype})"
-    if projection._forward_hooks or projection._forward_pre_hooks:
+    if hooks_of(projection):
         return f"{name} has forward hooks"
     if "forward" in projection.__dict__:
         return f"{name} has a forward of its own"
