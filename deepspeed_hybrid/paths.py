@@ -23,6 +23,7 @@ from deepspeed_hybrid.ops.loader import op_obstacle, triton_obstacle
 from deepspeed_hybrid.segments.apply import refuse_kernelized
 from deepspeed_hybrid.segments.decoder_layer import DecodeOps
 from deepspeed_hybrid.segments.gathered import GatheredWeights, is_partitioned, partition_obstacle
+from deepspeed_hybrid.segments.gdn import check_scans
 from deepspeed_hybrid.segments.injection import Injection
 from deepspeed_hybrid.segments.plan import Segment, plan_segments
 
@@ -81,7 +82,9 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
     gathered = GatheredWeights(model, engine, device) if partitions_weights(engine, model) else None
     call = ModelCall(model)
     with gathered.bare() if gathered is not None else nullcontext():
-        layers = _layer_paths(model, layer_kinds(model), call)
+        kinds = layer_kinds(model)
+        check_scans(model)
+        layers = _layer_paths(model, kinds, call)
         segments = plan_segments(model, cfg.segki_kernel)
 
     obstacle = backend_obstacle(cfg.segki_backend, device)

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+from deepspeed.accelerator import get_accelerator
+
 logger = logging.getLogger(__name__)
 
 BUILDER_PACKAGE = "deepspeed_hybrid.op_builder"
@@ -58,11 +60,11 @@ def op_obstacle(name: str) -> str | None:
 
 def triton_obstacle() -> str | None:
     """Why the Triton ops cannot run here, or None where they can."""
-    import torch
-
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    return None if torch.cuda.is_available() else "no CUDA device is visible"
+    accelerator = get_accelerator()
+    visible = accelerator.device_name() == "cuda" and accelerator.is_available()
+    return None if visible else "no CUDA device is visible"
 
 
 @functools.cache

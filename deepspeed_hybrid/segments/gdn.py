@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 
-from deepspeed_hybrid.compat import GdnKernels, gdn_kernels
+from deepspeed_hybrid.compat import GdnKernels, gdn_kernels, text_model
 from deepspeed_hybrid.segments.apply import Binding
+from deepspeed_hybrid.segments.known_forwards import GATED_DELTA_NET, has_known_forward
 from deepspeed_hybrid.segments.weights import FusedLinear
 
 # Shapes: B rows, T tokens, D hidden, C conv channels, K conv kernel, HK/HV key/value heads, DK/DV their dims.
@@ -37,6 +38,21 @@ def is_gdn(module: nn.Module) -> bool:
     """By what it has: a short conv, decay parameters, and projections of one of the two layouts."""
     has_core = all(hasattr(module, name) for name in ("conv1d", "A_log", "dt_bias", "norm", "out_proj", "head_v_dim"))
     return has_core and (hasattr(module, "in_proj_qkv") or hasattr(module, "in_proj_qkvz"))
+
+
+def check_scans(model: nn.Module) -> None:
+    """A GatedDeltaNet layer always runs our forward, since its state is in slots.
+
+    Raises:
+        ValueError: one has a forward that ours does not stand in for.
+    """
+    for index, layer in enumerate(text_model(model).layers):
+        for module in filter(is_gdn, layer.modules()):
+            if "forward" in module.__dict__ or not has_known_forward(module, GATED_DELTA_NET):
+                raise ValueError(
+                    f"layer {index} is not supported: the forward of {type(module).__name__} is not a GatedDeltaNet "
+                    "layer's of Qwen3.5 or Qwen3-Next"
+                )
 
 
 def gdn_forward(

@@ -20,8 +20,7 @@ from deepspeed_hybrid.segments.decoder_layer import (
     head_obstacle,
 )
 from deepspeed_hybrid.segments.gathered import GatheredWeights
-from deepspeed_hybrid.segments.gdn import gdn_binding, is_gdn
-from deepspeed_hybrid.segments.known_forwards import GATED_DELTA_NET, has_known_forward
+from deepspeed_hybrid.segments.gdn import check_scans, gdn_binding, is_gdn
 from deepspeed_hybrid.segments.mlp import glu_binding
 from deepspeed_hybrid.segments.norm import as_rms_norm, rms_norm
 from deepspeed_hybrid.segments.plan import ATTENTION, GDN, GLU, Segment, plan_segments
@@ -136,23 +135,9 @@ class Injection:
 
     def _plan(self) -> tuple[list[Segment], dict[int, str | None]]:
         with self.gathered.bare() if self.gathered is not None else nullcontext():
-            self._check_scans()
+            check_scans(self.model)
             segments = [] if self.kinds is None else plan_segments(self.model, self.kinds)
             return segments, self._unchained(segments)
-
-    def _check_scans(self) -> None:
-        """A GatedDeltaNet layer always runs our forward, since its state is in slots.
-
-        Raises:
-            ValueError: one has a forward that ours does not stand in for.
-        """
-        for index, layer in enumerate(text_model(self.model).layers):
-            for module in filter(is_gdn, layer.modules()):
-                if "forward" in module.__dict__ or not has_known_forward(module, GATED_DELTA_NET):
-                    raise ValueError(
-                        f"layer {index} is not supported: the forward of {type(module).__name__} is not a "
-                        "GatedDeltaNet layer's of Qwen3.5 or Qwen3-Next"
-                    )
 
     def _unchained(self, segments: list[Segment]) -> dict[int, str | None]:
         """Why the decode step of each layer (and of HEAD) is not one chain; None where it is."""

@@ -8,14 +8,17 @@ scale its residual by a literal. So a forward is replaced only where its code is
 was written for, as the installed transformers has it, whatever the class is called.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import inspect
+import os
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
+import transformers
 from torch import nn
 
 LAYER, ATTENTION_CORE, MLP, GATED_DELTA_NET = "DecoderLayer", "Attention", "MLP", "GatedDeltaNet"
@@ -24,11 +27,19 @@ GATED_NORM, DECODER, CAUSAL_MODEL = "RMSNormGated", "Model|TextModel", "ForCausa
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_5": "Qwen3_5", "qwen3_next": "Qwen3Next"}
 # Functions of the same file that such a forward calls and that decide what it computes.
 HELPERS = {ATTENTION_CORE: ("apply_rotary_pos_emb", "rotate_half", "eager_attention_forward")}
+TRANSFORMERS_FOLDER = os.path.dirname(transformers.__file__)
+
+
+class StrangeWrapper(Exception):
+    """A function is wrapped by something that is not transformers' own."""
 
 
 def has_known_forward(module: nn.Module, kind: str) -> bool:
     """Whether the class's forward, with the helpers it calls, is that of a known family's class of this kind."""
-    return _signature(type(module).forward, kind) in _known(kind)
+    try:
+        return _signature(type(module).forward, kind) in _known(kind)
+    except StrangeWrapper:
+        return False
 
 
 @functools.cache
@@ -41,16 +52,17 @@ def _known(kind: str) -> set[tuple]:
             for suffix in kind.split("|"):
                 reference = getattr(file, prefix + suffix, None)
                 # A class that somebody has patched is no reference for itself.
-                if reference is not None and all(
-                    one.__code__.co_filename == file.__file__ for one in _functions(reference.forward, kind)
-                ):
-                    signatures.add(_signature(reference.forward, kind))
+                with contextlib.suppress(StrangeWrapper):
+                    if reference is not None and all(
+                        one.__code__.co_filename == file.__file__ for one in _functions(reference.forward, kind)
+                    ):
+                        signatures.add(_signature(reference.forward, kind))
     return signatures
 
 
 def helpers_of(module: nn.Module) -> tuple:
     """The functions beside an attention's forward that a chain stands in for; somebody may exchange them."""
-    found = _plain(type(module).forward).__globals__
+    found = inspect.unwrap(type(module).forward).__globals__
     return tuple(found.get(name) for name in HELPERS[ATTENTION_CORE])
 
 
@@ -66,10 +78,20 @@ def _functions(forward: Callable, kind: str) -> list[Any]:
 
 
 def _plain(function: Any) -> Any:
-    """A function without the wrappers that transformers puts around it."""
+    """A function without the wrappers that transformers puts around it.
+
+    Raises:
+        StrangeWrapper: somebody else's wrapper is among them, and may do anything.
+    """
     if isinstance(function, nn.Module):
         function = type(function).forward
-    return inspect.unwrap(function)
+    while hasattr(function, "__wrapped__"):
+        if not getattr(function, "__code__", _plain.__code__).co_filename.startswith(TRANSFORMERS_FOLDER):
+            raise StrangeWrapper
+        function = function.__wrapped__
+    if not hasattr(function, "__code__"):
+        raise StrangeWrapper
+    return function
 
 
 @functools.cache

@@ -6,7 +6,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
+from deepspeed.accelerator import get_accelerator
 from torch.profiler import ProfilerActivity, profile
 
 FEW, MANY = 4, 12  # tokens of the two profiled calls; their difference has no prefill in it
@@ -64,8 +64,8 @@ def step_breakdown(generate: Callable[[int], object]) -> list[KernelShare]:
 def _device_time(generate: Callable[[int], object], tokens: int) -> dict[str, tuple[int, float]]:
     """Kernel name -> how often it ran, and for how long in microseconds."""
     generate(tokens)
-    torch.cuda.synchronize()
+    get_accelerator().synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         generate(tokens)
-        torch.cuda.synchronize()
+        get_accelerator().synchronize()
     return {event.key: (event.count, event.self_device_time_total) for event in profiler.key_averages()}

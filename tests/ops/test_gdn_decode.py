@@ -307,7 +307,7 @@ def test_fake_tensors_need_no_kernel(dtype):
         ("conv_bias", lambda tensor: tensor[1:], "conv_bias must have shape"),
         ("A_log", lambda tensor: tensor.int(), "A_log must be float32 or"),
         ("dt_bias", lambda tensor: tensor.repeat_interleave(2)[::2], "dt_bias must be contiguous"),
-        ("state", lambda tensor: tensor.half(), "state must be float32 or bfloat16"),
+        ("state", lambda tensor: tensor.double(), "state must be float32 or bfloat16 or float16"),
         ("state", lambda tensor: tensor[0], "state must have 4 dimensions"),
         ("state", lambda tensor: tensor[:2], "state must have a slot for each of the 3 rows"),
         ("state", lambda tensor: tensor.transpose(2, 3).contiguous().transpose(2, 3), "state must be contiguous"),

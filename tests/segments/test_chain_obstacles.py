@@ -195,7 +195,7 @@ OBSTACLES = {
     "norm between in bf16": (other_dtype("layers.1.post_attention_layernorm"), 1, "its parameters differ in dtype"),
     "hook on the last norm": (hook("norm"), HEAD, "the last norm is not an RMSNorm"),
     "last LayerNorm": (put("norm", lively_layer_norm), HEAD, "the last norm is not an RMSNorm"),
-    "last norm in bf16": (other_dtype("norm"), HEAD, "the last norm and the head differ in dtype"),
+    "last norm in bf16": (other_dtype("norm"), HEAD, "embedding, last norm and head differ in dtype"),
     "hook on the head": (headless_hook, HEAD, "the head has forward hooks"),
     "adapter on the head": (head_adapter, HEAD, "the head is a models.LoraLinear"),
 }  # fmt: skip

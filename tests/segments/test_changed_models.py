@@ -3,6 +3,8 @@
 # DeepSpeed Team
 """A model that was changed before or between calls, in ways that no structure shows, answers as Hugging Face does."""
 
+import functools
+
 import pytest
 import torch
 from chain_cases import NEW_TOKENS, PROMPTS, assert_like_hugging_face, reasons
@@ -55,6 +57,15 @@ def patched_layer_class(model, patch):
     patch.setattr(modeling_qwen3.Qwen3DecoderLayer, "forward", louder(modeling_qwen3.Qwen3DecoderLayer.forward))
 
 
+def wrapped_mlp_class(model, patch):
+    """A wrapper that passes for what it wraps."""
+    patch.setattr(
+        modeling_qwen3.Qwen3MLP,
+        "forward",
+        functools.wraps(modeling_qwen3.Qwen3MLP.forward)(louder(modeling_qwen3.Qwen3MLP.forward)),
+    )
+
+
 def patched_rotary(model, patch):
     patch.setattr(modeling_qwen3, "rotate_half", lambda x: x.flip(-1))
 
@@ -90,6 +101,7 @@ CHANGES = [
     larger_head_eps,
     scaled_decoder,
     patched_mlp_class,
+    wrapped_mlp_class,
     patched_layer_class,
     patched_rotary,
     swapped_class,
