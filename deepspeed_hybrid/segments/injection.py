@@ -60,7 +60,7 @@ class Injection:
         self.model, self.kinds, self.may_move = model, kinds, may_move
         self.silu_mul, self.gates, self.chain = silu_mul, gates, chain
         self.gathered = gathered
-        self.segments, self.unchained = self._plan()
+        self._plan_anew()
         self.fused: dict[str, FusedLinear] = {}
         self.bindings: list[Binding] = []
         self.follow()
@@ -124,14 +124,14 @@ class Injection:
     def replan(self) -> bool:
         """Look at the modules again (an adapter, a hook, another layer); whether the plan is another one."""
         before = self.segments, self.unchained
-        self.segments, self.unchained = self._plan()
+        self._plan_anew()
         return (self.segments, self.unchained) != before
 
-    @property
-    def masked(self) -> bool:
-        """Whether some attention layer runs the model's own forward in a decode step, which wants a mask."""
-        kinds = layer_kinds(self.model)
-        return any(kind == "full_attention" and self.unchained[index] for index, kind in enumerate(kinds))
+    def _plan_anew(self) -> None:
+        self.segments, self.unchained = self._plan()
+        # Whether some attention layer runs the model's own forward in a decode step, which wants a mask.
+        kinds = enumerate(layer_kinds(self.model))
+        self.masked = any(kind == "full_attention" and self.unchained[index] for index, kind in kinds)
 
     def _plan(self) -> tuple[list[Segment], dict[int, str | None]]:
         with self.gathered.bare() if self.gathered is not None else nullcontext():
