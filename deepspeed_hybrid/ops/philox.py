@@ -41,24 +41,30 @@ def philox4x32(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, ...])
 
 
 def gumbel_noise(
-    seed: torch.Tensor, request: torch.Tensor, sample: torch.Tensor, position: torch.Tensor, vocab_size: int
+    seed: torch.Tensor,
+    request: torch.Tensor,
+    sample: torch.Tensor,
+    position: torch.Tensor,
+    count: int,
+    first: torch.Tensor | int = 0,
 ) -> torch.Tensor:
-    """Standard Gumbel noise for every vocabulary entry of every row.
+    """Standard Gumbel noise for ``count`` consecutive entries of every row.
 
-    The key is the 64-bit seed; the counter is (vocabulary index // 4, position, sample, request), and the word
-    within the counter's four is vocabulary index % 4.
+    The key is the 64-bit seed; the counter is (entry // 4, position, sample, request), and the word within the
+    counter's four is entry % 4.
 
     Args:
         seed, request, sample, position: [B] int64.
-        vocab_size: number of columns.
+        first: the first entry of every row, or [B] int64 with one for each; multiples of 4 below 2**34.
 
     Returns:
-        [B, vocab_size] fp32, finite.
+        [B, count] fp32, finite.
     """
-    blocks = torch.arange((vocab_size + 3) // 4, device=seed.device)[None, :]
+    blocks = torch.arange((count + 3) // 4, device=seed.device)[None, :]
+    blocks = blocks + (first[:, None] if isinstance(first, torch.Tensor) else first) // 4
     counter = (blocks, *((word & WORD)[:, None] for word in (position, sample, request)))
     key = ((seed & WORD)[:, None], ((seed >> 32) & WORD)[:, None])
-    words = torch.stack(philox4x32(counter, key), dim=-1).flatten(1)[:, :vocab_size]
+    words = torch.stack(philox4x32(counter, key), dim=-1).flatten(1)[:, :count]
     uniform = ((words.float() + 0.5) * 2.0**-32).clamp_(max=LARGEST_UNIFORM)
     return -torch.log(-torch.log1p(-uniform))
 

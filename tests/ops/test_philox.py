@@ -69,6 +69,28 @@ def test_a_shorter_vocabulary_has_the_same_first_entries(vocab_size):
     assert torch.equal(gumbel_noise(*key(), vocab_size), gumbel_noise(*key(), 400)[:, :vocab_size])
 
 
+def test_noise_may_start_anywhere():
+    keys = key(3)
+    whole = gumbel_noise(*keys, 4000)
+    first = torch.tensor([0, 1024, 2052])
+    some = gumbel_noise(*keys, 130, first)
+    for row, begin in enumerate(first.tolist()):
+        assert torch.equal(some[row], whole[row, begin : begin + 130])
+    assert torch.equal(gumbel_noise(*keys, 130, 1024), whole[:, 1024:1154])
+
+
+def test_entries_past_any_vocabulary_have_counters_of_their_own(monkeypatch):
+    """Entry 2**33 is counter word 2**31: no int32 vocabulary index, divided by four, comes near."""
+    drawn = []
+    monkeypatch.setattr(philox, "philox4x32", lambda counter, key: drawn.append(counter) or philox4x32(counter, key))
+    gumbel_noise(*key(), 9, 2**33)
+    gumbel_noise(*key(), 9, 2**31 - 1024)
+    assert [counter[0].tolist() for counter in drawn] == [
+        [[2**31, 2**31 + 1, 2**31 + 2]],
+        [[2**29 - 256, 2**29 - 255, 2**29 - 254]],
+    ]
+
+
 @pytest.mark.parametrize("part", ["seed", "request", "sample", "position"])
 @pytest.mark.parametrize("bit", [0, 31])
 def test_every_part_of_the_key_matters(part, bit):
