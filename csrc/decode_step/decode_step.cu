@@ -2,15 +2,22 @@
 
 // DeepSpeed Team
 
-// Two launches. scan_chunk streams the logits once: every block takes one chunk of one row and
-// leaves a Partial. finish_row combines a row's partials and does the bookkeeping, a warp a row.
-// Chunks have a fixed length, so sums are taken in the same order whatever the batch, and a row's
-// token and logprob are bit-equal alone and among others.
+// scan_chunk streams the logits once: a warp takes one chunk of one row and leaves a Partial.
+// finish_row, a block a row, chooses a chunk by the partials, reads that chunk again to choose the
+// token, and does the bookkeeping. Sums are taken in an order that entries' indices alone decide,
+// so a row's token and logprob are bit-equal alone and among others, wherever the row lies.
+//
+// Choosing a chunk first is exact: choose_token in deepspeed_hybrid/ops/decode_step.py says why.
 
 #include <c10/cuda/CUDAException.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
 
+#include <cfloat>
+#include <cmath>
 #include <type_traits>
 
 #include "decode_step.h"
@@ -20,10 +27,12 @@
 namespace ds_hybrid {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kBlocksPerMultiprocessor = 4;  // at most 64 registers a thread
-constexpr int kFinishThreads = 128;
-constexpr int kGroup = 4;  // vocabulary entries that share one Philox counter
+constexpr int kScanThreads = 256;
+constexpr int kScanWarps = kScanThreads / kWarp;
+constexpr int kFinishThreads = 256;
+constexpr int kGroup = kChunk / kFinishThreads;  // entries of the chosen chunk a thread looks at
+static_assert(kGroup == 4, "a thread's entries share one Philox counter");
+constexpr int64_t kChunkNoise = int64_t{1} << 33;  // chunk c draws as this entry + c would
 
 enum Finish : uint8_t { kRunning = 0, kStopped = 1, kLength = 2 };
 
@@ -33,209 +42,182 @@ __device__ __forceinline__ const Element* row_of(const Matrix& matrix, int row)
     return static_cast<const Element*>(matrix.data) + row * matrix.stride;
 }
 
-// Division by a row's temperature, rounded as IEEE division is: an estimate by the reciprocal and
-// two corrections by the exact remainder, which spares every entry a reciprocal of its own.
-class Divisor {
-public:
-    __device__ __forceinline__ explicit Divisor(float value)
-        : value_(value), reciprocal_(1.0f / value)
-    {
-    }
-    __device__ __forceinline__ bool is_one() const { return value_ == 1.0f; }
-    __device__ __forceinline__ float divide(float x) const
-    {
-        const float estimate = x * reciprocal_;
-        if (!isfinite(estimate)) return estimate;
-        const float closer = fmaf(fmaf(-value_, estimate, x), reciprocal_, estimate);
-        return fmaf(fmaf(-value_, closer, x), reciprocal_, closer);
-    }
-
-private:
-    float value_, reciprocal_;
-};
-
-template <bool sampled>
-__device__ __forceinline__ Divisor divisor_of(const Arguments& args, int row)
-{
-    return Divisor(sampled && args.temperature != nullptr ? args.temperature[row] : 1.0f);
-}
+// Two 16-bit entries as the hardware compares them.
+template <typename Element>
+using Pair = std::conditional_t<std::is_same_v<Element, c10::Half>, __half2, __nv_bfloat162>;
 
 // Sixteen bytes of a row, kept as they came until they are needed.
 template <typename Element>
 struct Pack {
     static constexpr int kSize = 16 / sizeof(Element);
-    static constexpr int kPerWord = 4 / sizeof(Element);
     uint32_t words[4];
 
     __device__ __forceinline__ float value(int i) const
     {
-        const auto bits = static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16));
-        return static_cast<float>(Element(bits, Element::from_bits()));
+        if constexpr (std::is_same_v<Element, float>) {
+            return __uint_as_float(words[i]);
+        } else if constexpr (std::is_same_v<Element, c10::BFloat16>) {
+            return __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
+        } else {
+            const float2 two = __half22float2(pair(i / 2));
+            return i % 2 ? two.y : two.x;
+        }
+    }
+    __device__ __forceinline__ Pair<Element> pair(int word) const
+    {
+        return *reinterpret_cast<const Pair<Element>*>(&words[word]);
     }
 };
 
-template <>
-__device__ __forceinline__ float Pack<float>::value(int i) const
+template <int N>
+__device__ __forceinline__ float highest_of(const Pack<float> (&packs)[N])
 {
-    return __uint_as_float(words[i]);
+    float highest = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < 4 * N; ++i) highest = fmaxf(highest, packs[i / 4].value(i % 4));
+    return highest;
 }
 
-// Entries past the end of the row read as -inf, which no sum and no choice notices.
+template <typename Element, int N>
+__device__ __forceinline__ float highest_of(const Pack<Element> (&packs)[N])
+{
+    Pair<Element> highest = packs[0].pair(0);
+#pragma unroll
+    for (int i = 1; i < 4 * N; ++i) highest = __hmax2(highest, packs[i / 4].pair(i % 4));
+    return fmaxf(fmaxf(-INFINITY, __low2float(highest)), __high2float(highest));
+}
+
 template <typename Element>
-__device__ __forceinline__ Pack<Element> load_pack(const Element* row, int begin, int vocab,
-                                                   bool aligned)
+__device__ __forceinline__ Pack<Element> load_pack(const Element* begin)
+{
+    const uint4 loaded = __ldcs(reinterpret_cast<const uint4*>(begin));
+    return {{loaded.x, loaded.y, loaded.z, loaded.w}};
+}
+
+// Element by element, from wherever the row starts. Entries past its end read as -inf, which no sum
+// and no choice notices.
+template <typename Element>
+__device__ __forceinline__ Pack<Element> gather_pack(const Element* row, int begin, int vocab)
 {
     using Bits = std::conditional_t<sizeof(Element) == 4, uint32_t, uint16_t>;
     constexpr uint32_t kLowest =
         std::is_same_v<Element, c10::Half> ? 0xfc00u : 0xff80u << (sizeof(Element) * 8 - 16);
-    if (aligned && begin + Pack<Element>::kSize <= vocab) {
-        const uint4 loaded = __ldcs(reinterpret_cast<const uint4*>(row + begin));
-        return {{loaded.x, loaded.y, loaded.z, loaded.w}};
-    }
-    Pack<Element> pack;
+    constexpr int kPerWord = 4 / sizeof(Element);
+    Pack<Element> pack{};
 #pragma unroll
-    for (int word = 0; word < 4; ++word) {
-        pack.words[word] = 0;
-#pragma unroll
-        for (int i = 0; i < Pack<Element>::kPerWord; ++i) {
-            const int index = begin + word * Pack<Element>::kPerWord + i;
-            const uint32_t bits =
-                index < vocab ? reinterpret_cast<const Bits*>(row)[index] : kLowest;
-            pack.words[word] |= bits << (i * 16);
-        }
+    for (int i = 0; i < Pack<Element>::kSize; ++i) {
+        const int index = begin + i;
+        const uint32_t bits = index < vocab ? reinterpret_cast<const Bits*>(row)[index] : kLowest;
+        pack.words[i / kPerWord] |= bits << (i % kPerWord * 16);
     }
     return pack;
 }
 
-// Calls visit(values, begin) for every pack of this thread, in ascending order of `begin`, with the
-// next loads under way. Unroll is how many copies of `visit` are laid out.
-template <int Ahead, int Unroll, typename Element, typename Visit>
-__device__ __forceinline__ void for_each_pack(const Element* row, int vocab, int chunk, Visit visit)
+// 2**x to a few units in the last place; tiny results become 0.
+__device__ __forceinline__ float quick_exp2(float x)
 {
-    constexpr int kSize = Pack<Element>::kSize;
-    constexpr int kTile = kThreads * kSize;
-    constexpr int kTiles = kChunk / kTile;
-    static_assert(kChunk % kTile == 0 && Ahead <= kTiles, "a chunk is whole tiles");
-    const bool aligned = reinterpret_cast<uintptr_t>(row) % sizeof(uint4) == 0;
-    const int begin = chunk * kChunk + threadIdx.x * kSize;
-
-    Pack<Element> ahead[Ahead];
-#pragma unroll
-    for (int i = 0; i < Ahead; ++i) ahead[i] = load_pack(row, begin + i * kTile, vocab, aligned);
-#pragma unroll Unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-        float values[kSize];
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) values[i] = ahead[0].value(i);
-#pragma unroll
-        for (int i = 1; i < Ahead; ++i) ahead[i - 1] = ahead[i];
-        if (tile + Ahead < kTiles) {
-            ahead[Ahead - 1] = load_pack(row, begin + (tile + Ahead) * kTile, vocab, aligned);
-        }
-        visit(values, begin + tile * kTile);
-    }
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
 }
 
-// Adds noise to the entries that could still win the block, and only to those.
-template <int N>
-__device__ __forceinline__ void consider_noisy(const float (&scores)[N], int begin,
-                                               const NoiseKey& key, SharedMaximum best_of_block,
-                                               Choice& choice)
+// x * scale_of(temperature) is the binary exponent of exp(x / temperature).
+__device__ __forceinline__ float scale_of(float temperature)
 {
-#pragma unroll
-    for (int first = 0; first < N; first += kGroup) {
-        const float group[kGroup] = {scores[first], scores[first + 1], scores[first + 2],
-                                     scores[first + 3]};
-        const float reach = largest_word_reaching(highest_of(group), best_of_block.read());
-        if (!(reach >= half_above(0))) continue;
-        const uint4 drawn = noise_words(key, static_cast<uint32_t>(begin + first) / kGroup);
-        if (half_above(min(min(drawn.x, drawn.y), min(drawn.z, drawn.w))) > reach) continue;
-        const uint32_t words[kGroup] = {drawn.x, drawn.y, drawn.z, drawn.w};
-#pragma unroll
-        for (int i = 0; i < kGroup; ++i) {
-            if (half_above(words[i]) > largest_word_reaching(group[i], best_of_block.read()))
-                continue;
-            const float noisy = group[i] + gumbel(words[i]);
-            if (noisy > choice.value) {
-                choice = {noisy, begin + first + i};
-                best_of_block.raise(noisy);
-            }
-        }
-    }
-}
-
-template <int N>
-__device__ __forceinline__ void consider(const float (&scores)[N], int begin, float highest,
-                                         Choice& choice)
-{
-    if (!(highest > choice.value)) return;
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        if (scores[i] > choice.value) choice = {scores[i], begin + i};
-    }
+    return 1.4426950408889634f / temperature;
 }
 
 template <typename Element>
-__device__ __forceinline__ void sum_raw(const Arguments& args, int row, int chunk, SumExp& total)
+__global__ void __launch_bounds__(kScanThreads)
+    scan_chunk(const Matrix logits, const float* temperature, const bool* active, Partial* partials,
+               int vocab, int chunks)
 {
-    for_each_pack<4, 4>(row_of<Element>(args.raw_logits, row), args.vocab, chunk,
-                        [&](const auto& values, int) { total.add(values, highest_of(values)); });
+    const int row = blockIdx.y, lane = threadIdx.x % kWarp;
+    const int chunk = blockIdx.x * kScanWarps + threadIdx.x / kWarp;
+    if (chunk >= chunks || !active[row]) return;
+
+    using Packed = Pack<Element>;
+    constexpr int kPacks = kChunk / kWarp / Packed::kSize, kStep = kWarp * Packed::kSize;
+    const Element* entries = row_of<Element>(logits, row);
+    const int begin = chunk * kChunk + lane * Packed::kSize;
+    const bool aligned = reinterpret_cast<uintptr_t>(entries) % sizeof(uint4) == 0;
+    Packed packs[kPacks];
+    if (aligned && (chunk + 1) * kChunk <= vocab) {
+#pragma unroll
+        for (int i = 0; i < kPacks; ++i) packs[i] = load_pack(entries + begin + i * kStep);
+    } else {
+#pragma unroll
+        for (int i = 0; i < kPacks; ++i) packs[i] = gather_pack(entries, begin + i * kStep, vocab);
+    }
+    const float scale = scale_of(temperature != nullptr ? temperature[row] : 1.0f);
+
+    const float highest = reduce_warp<Maximum>(highest_of(packs));
+    // Finite even where every entry is -inf: no difference of infinities arises.
+    const float origin = fmaxf(highest, -FLT_MAX);
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kChunk / kWarp; ++i) {
+        const float value = packs[i / Packed::kSize].value(i % Packed::kSize);
+        sum += quick_exp2((value - origin) * scale);
+    }
+    sum = reduce_warp<Sum>(sum);
+    if (lane == 0) partials[static_cast<int64_t>(row) * chunks + chunk] = {highest, sum};
+}
+
+// The whole row's Partial, of the chunks' ones.
+__device__ __forceinline__ Partial total_of(const Partial* partials, int chunks, float temperature)
+{
+    constexpr int kWarps = kFinishThreads / kWarp;
+    float highest = -FLT_MAX, sum = 0.0f;
+    for (int chunk = threadIdx.x; chunk < chunks; chunk += kFinishThreads) {
+        highest = fmaxf(highest, partials[chunk].max);
+    }
+    highest = reduce_block<Maximum, kWarps>(highest);
+    const float scale = scale_of(temperature);
+    for (int chunk = threadIdx.x; chunk < chunks; chunk += kFinishThreads) {
+        sum += partials[chunk].sum * quick_exp2((partials[chunk].max - highest) * scale);
+    }
+    return {highest, reduce_block<Sum, kWarps>(sum)};
+}
+
+template <bool sampled>
+__device__ __forceinline__ int choose_chunk(const Partial* partials, int chunks, float temperature,
+                                            const NoiseKey& key)
+{
+    Choice best{-INFINITY, 0};
+    for (int chunk = threadIdx.x; chunk < chunks; chunk += kFinishThreads) {
+        const Partial found = partials[chunk];
+        float score = found.max;
+        if (sampled) {
+            score = found.max / temperature + logf(found.sum) +
+                    gumbel(noise_word(key, kChunkNoise + chunk));
+        }
+        best = better(best, {score, chunk});
+    }
+    return reduce_block<Better, kFinishThreads / kWarp>(best).index;
 }
 
 template <typename Element, bool sampled>
-__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
-    scan_chunk(const Arguments args)
+__device__ __forceinline__ int choose_entry(const Element* entries, int vocab, int chunk,
+                                            float temperature, const NoiseKey& key)
 {
-    const int chunk = blockIdx.x, row = blockIdx.y;
-    if (!args.active[row]) return;
-
-    __shared__ int best_storage;
-    SharedMaximum best_of_block(&best_storage);
-    NoiseKey key;
-    if (sampled) {
-        // The noise belongs to the position of the token being chosen, one past the last one.
-        key = {static_cast<uint64_t>(args.seed[row]), static_cast<uint32_t>(args.position[row] + 1),
-               static_cast<uint32_t>(args.sample[row]), static_cast<uint32_t>(args.request[row])};
-        if (threadIdx.x == 0) best_of_block.set(-FLT_MAX);
-        __syncthreads();
-    }
-
-    const Divisor temperature = divisor_of<sampled>(args, row);
-    const bool processed = args.raw_logits.data == nullptr;
-    Choice choice;
-    SumExp total;
-    // Noise is much code and much work: one copy of it, behind which other warps' loads hide.
-    constexpr int kAhead = sampled ? 2 : 4, kUnroll = sampled ? 1 : 4;
-    for_each_pack<kAhead, kUnroll>(
-        row_of<Element>(args.scores, row), args.vocab, chunk, [&](auto& values, int begin) {
-            if (sampled && !temperature.is_one()) {
+    const int begin = chunk * kChunk + threadIdx.x * kGroup;
+    float scores[kGroup];
 #pragma unroll
-                for (float& value : values) value = temperature.divide(value);
-            }
-            const float highest = highest_of(values);
-            if (processed) total.add(values, highest);
-            if (sampled) {
-                consider_noisy(values, begin, key, best_of_block, choice);
-            } else {
-                consider(values, begin, highest, choice);
-            }
-        });
-    if (!processed) {
-        switch (args.raw_logits.type) {
-            case c10::ScalarType::Float:
-                sum_raw<float>(args, row, chunk, total);
-                break;
-            case c10::ScalarType::BFloat16:
-                sum_raw<c10::BFloat16>(args, row, chunk, total);
-                break;
-            default:
-                sum_raw<c10::Half>(args, row, chunk, total);
-                break;
-        }
+    for (int i = 0; i < kGroup; ++i) {
+        scores[i] = begin + i < vocab ? static_cast<float>(entries[begin + i]) : -INFINITY;
     }
-
-    const Partial found = reduce_block<kThreads / kWarp>(choice, total);
-    if (threadIdx.x == 0) args.partials[static_cast<int64_t>(row) * args.chunks + chunk] = found;
+    if (sampled) {
+        const uint4 drawn = noise_words(key, static_cast<uint32_t>(begin) / kGroup);
+        const uint32_t words[kGroup] = {drawn.x, drawn.y, drawn.z, drawn.w};
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) scores[i] = scores[i] / temperature + gumbel(words[i]);
+    }
+    // Where no entry is finite, the first of the chunk is the choice.
+    Choice best{-INFINITY, begin};
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) best = better(best, {scores[i], begin + i});
+    return reduce_block<Better, kFinishThreads / kWarp>(best).index;
 }
 
 __device__ __forceinline__ float element(const Matrix& matrix, int row, int column)
@@ -250,37 +232,52 @@ __device__ __forceinline__ float element(const Matrix& matrix, int row, int colu
     }
 }
 
-template <bool sampled>
+// finish_row is launched while the last scan still runs; here it waits for that to end.
+__device__ __forceinline__ void wait_for_scans()
+{
+#if __CUDA_ARCH__ >= 900
+    cudaGridDependencySynchronize();
+#endif
+}
+
+template <typename Element, bool sampled>
 __global__ void __launch_bounds__(kFinishThreads) finish_row(const Arguments args)
 {
-    const int row = (blockIdx.x * kFinishThreads + threadIdx.x) / kWarp, lane = threadIdx.x % kWarp;
-    if (row >= args.rows || !args.active[row]) return;
+    wait_for_scans();
+    const int row = blockIdx.x;
+    if (!args.active[row]) return;
 
-    Choice choice;
-    SumExp total;
-    for (int chunk = lane; chunk < args.chunks; chunk += kWarp) {
-        const Partial found = args.partials[static_cast<int64_t>(row) * args.chunks + chunk];
-        choice.merge(found.value, found.index);
-        total.merge(found.max, found.sum);
-    }
-    reduce_warp(choice, total);
-    const int token = __shfl_sync(kAllLanes, choice.index, 0);
+    // The noise belongs to the position of the token being chosen, one past the last one.
+    const int64_t position = args.position[row] + 1, length = args.length[row];
+    const float temperature = sampled && args.temperature != nullptr ? args.temperature[row] : 1.0f;
+    const NoiseKey key{static_cast<uint64_t>(args.seed[row]), static_cast<uint32_t>(position),
+                       static_cast<uint32_t>(args.sample[row]),
+                       static_cast<uint32_t>(args.request[row])};
+
+    const Partial* partials = args.partials + static_cast<int64_t>(row) * args.chunks;
+    const int chunk = choose_chunk<sampled>(partials, args.chunks, temperature, key);
+    const int token = choose_entry<Element, sampled>(row_of<Element>(args.scores, row), args.vocab,
+                                                     chunk, temperature, key);
+
+    const bool raw = args.raw_logits.data != nullptr;
+    const Matrix& source = raw ? args.raw_logits : args.scores;
+    const float source_temperature = raw ? 1.0f : temperature;
+    if (raw) partials += static_cast<int64_t>(args.rows) * args.chunks;
+    const Partial total = total_of(partials, args.chunks, source_temperature);
 
     bool stops_here = false;
-    for (int i = lane; i < args.stops; i += kWarp) stops_here |= args.stop_ids[i] == token;
-    const bool stopped = __any_sync(kAllLanes, stops_here);
-    if (lane != 0) return;
+    for (int i = threadIdx.x; i < args.stops; i += kFinishThreads) {
+        stops_here |= args.stop_ids[i] == token;
+    }
+    const bool stopped = __syncthreads_or(stops_here);
+    if (threadIdx.x != 0) return;
 
-    const float chosen =
-        args.raw_logits.data != nullptr
-            ? element(args.raw_logits, row, token)
-            : divisor_of<sampled>(args, row).divide(element(args.scores, row, token));
-    const int64_t length = args.length[row];
     const int64_t column = min(length, args.columns - 1);
     args.token[row] = token;
     args.tokens[row * args.tokens_stride + column] = token;
-    args.logprobs[row * args.logprobs_stride + column] = (chosen - total.max) - logf(total.sum);
-    args.position[row] += 1;
+    args.logprobs[row * args.logprobs_stride + column] =
+        (element(source, row, token) - total.max) / source_temperature - logf(total.sum);
+    args.position[row] = position;
     args.length[row] = length + 1;
     if (stopped || length + 1 >= args.limit[row]) {
         args.finish[row] = stopped ? kStopped : kLength;
@@ -288,40 +285,67 @@ __global__ void __launch_bounds__(kFinishThreads) finish_row(const Arguments arg
     }
 }
 
-template <typename Element, bool sampled>
-void launch(const Arguments& args, cudaStream_t stream)
+// Calls visit with a value of the C++ type that `type` names.
+template <typename Visit>
+void with_type(c10::ScalarType type, Visit visit)
 {
-    const dim3 scan_grid(args.chunks, args.rows);
-    scan_chunk<Element, sampled><<<scan_grid, kThreads, 0, stream>>>(args);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    switch (type) {
+        case c10::ScalarType::Float:
+            return visit(float{});
+        case c10::ScalarType::BFloat16:
+            return visit(c10::BFloat16{});
+        default:
+            return visit(c10::Half{});
+    }
+}
 
-    constexpr int kRowsPerBlock = kFinishThreads / kWarp;
-    const int finish_grid = (args.rows + kRowsPerBlock - 1) / kRowsPerBlock;
-    finish_row<sampled><<<finish_grid, kFinishThreads, 0, stream>>>(args);
+void launch_scan(const Arguments& args, const Matrix& logits, const float* temperature,
+                 Partial* partials, cudaStream_t stream)
+{
+    const dim3 grid((args.chunks + kScanWarps - 1) / kScanWarps, args.rows);
+    with_type(logits.type, [&](auto element) {
+        scan_chunk<decltype(element)><<<grid, kScanThreads, 0, stream>>>(
+            logits, temperature, args.active, partials, args.vocab, args.chunks);
+    });
     C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-template <typename Element>
-void launch(const Arguments& args, bool sampled, cudaStream_t stream)
+bool launches_ahead()
 {
-    sampled ? launch<Element, true>(args, stream) : launch<Element, false>(args, stream);
+    int device = 0, major = 0;
+    C10_CUDA_CHECK(cudaGetDevice(&device));
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    return major >= 9;
+}
+
+void launch_finish(const Arguments& args, bool sampled, cudaStream_t stream)
+{
+    cudaLaunchAttribute ahead;
+    ahead.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    ahead.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = args.rows;
+    config.blockDim = kFinishThreads;
+    config.stream = stream;
+    config.attrs = &ahead;
+    config.numAttrs = launches_ahead() ? 1 : 0;
+    with_type(args.scores.type, [&](auto element) {
+        using Element = decltype(element);
+        C10_CUDA_CHECK(cudaLaunchKernelEx(
+            &config, sampled ? finish_row<Element, true> : finish_row<Element, false>, args));
+    });
 }
 
 }  // namespace
 
 void launch_decode_step(const Arguments& args, bool sampled, cudaStream_t stream)
 {
-    switch (args.scores.type) {
-        case c10::ScalarType::Float:
-            launch<float>(args, sampled, stream);
-            break;
-        case c10::ScalarType::BFloat16:
-            launch<c10::BFloat16>(args, sampled, stream);
-            break;
-        default:
-            launch<c10::Half>(args, sampled, stream);
-            break;
+    launch_scan(args, args.scores, sampled ? args.temperature : nullptr, args.partials, stream);
+    if (args.raw_logits.data != nullptr) {
+        Partial* partials = args.partials + static_cast<int64_t>(args.rows) * args.chunks;
+        launch_scan(args, args.raw_logits, nullptr, partials, stream);
     }
+    launch_finish(args, sampled, stream);
 }
 
 }  // namespace ds_hybrid

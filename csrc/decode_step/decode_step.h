@@ -11,13 +11,10 @@
 
 namespace ds_hybrid {
 
-constexpr int kChunk = 8192;  // vocabulary entries one block scans
+constexpr int kChunk = 1024;  // vocabulary entries one warp scans; CHUNK of the reference
 
-// What one block found in its chunk of one row: the best value (with its noise) and where it
-// stands, and sum(exp(value - max)) without noise.
-struct alignas(16) Partial {
-    float value;
-    int index;
+// One chunk of one row: its largest entry, and the sum of exp((entry - max) / temperature).
+struct alignas(8) Partial {
     float max;
     float sum;
 };
@@ -40,7 +37,7 @@ struct Arguments {
     int64_t* tokens;
     float* logprobs;
     int64_t tokens_stride, logprobs_stride, columns;
-    Partial* partials;  // [rows, chunks]
+    Partial* partials;  // [rows, chunks] of the scores, then as many of raw_logits if given
     int rows, vocab, chunks, stops;
 };
 

@@ -119,9 +119,9 @@ void decode_step(const at::Tensor& scores, const std::optional<at::Tensor>& raw_
     args.finish = finish.mutable_data_ptr<uint8_t>();
     args.tokens = tokens.mutable_data_ptr<int64_t>();
     args.logprobs = logprobs.mutable_data_ptr<float>();
-    const at::Tensor workspace =
-        at::empty({rows * args.chunks * static_cast<int64_t>(sizeof(Partial))},
-                  scores.options().dtype(at::kByte));
+    const at::Tensor workspace = at::empty(
+        {(raw_logits ? 2 : 1) * rows * args.chunks * static_cast<int64_t>(sizeof(Partial))},
+        scores.options().dtype(at::kByte));
     args.partials = reinterpret_cast<Partial*>(workspace.mutable_data_ptr());
 
     launch_decode_step(args, sampled, c10::cuda::getCurrentCUDAStream());

@@ -4,122 +4,74 @@
 
 #pragma once
 
-#include <cfloat>
-#include <cmath>
-
-#include "decode_step.h"
-#include "philox.cuh"
+#include <cuda_runtime.h>
 
 namespace ds_hybrid {
 
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// The best value so far and where it stands; of equal values the lowest index wins. It starts at
-// index 0, so that even a row without a finite value names an entry of the vocabulary.
+// A value and where it stands.
 struct Choice {
-    float value = -INFINITY;
-    int index = 0;
-
-    __device__ __forceinline__ void merge(float other_value, int other_index)
-    {
-        if (other_value > value || (other_value == value && other_index < index)) {
-            value = other_value;
-            index = other_index;
-        }
-    }
+    float value;
+    int index;
 };
 
-// Running sum of exp(value - max). The maximum starts at the lowest finite float: no difference of
-// infinities ever arises, and entries at -inf add exactly 0.
-struct SumExp {
-    float max = -FLT_MAX;
-    float sum = 0.0f;
+// The larger of two choices, the lower index of equal ones. A NaN as `other` never wins.
+__device__ __forceinline__ Choice better(Choice best, Choice other)
+{
+    const bool wins =
+        other.value > best.value || (other.value == best.value && other.index < best.index);
+    return wins ? other : best;
+}
 
-    template <int N>
-    __device__ __forceinline__ void add(const float (&values)[N], float highest)
-    {
-        if (highest > max) {
-            sum *= quick_exp(max - highest);
-            max = highest;
-        }
-#pragma unroll
-        for (int i = 0; i < N; ++i) sum += quick_exp(values[i] - max);
-    }
-
-    __device__ __forceinline__ void merge(float other_max, float other_sum)
-    {
-        const float highest = fmaxf(max, other_max);
-        sum = sum * expf(max - highest) + other_sum * expf(other_max - highest);
-        max = highest;
-    }
+// Combinations that reductions take. Each gives the same bits with its arguments exchanged, so that
+// every lane of a butterfly ends with the same bits.
+struct Maximum {
+    __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
+};
+struct Sum {
+    __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
+};
+struct Better {
+    __device__ __forceinline__ Choice operator()(Choice a, Choice b) const { return better(a, b); }
 };
 
-template <int N>
-__device__ __forceinline__ float highest_of(const float (&values)[N])
+__device__ __forceinline__ float exchange(float value, int mask)
 {
-    float highest = values[0];
-#pragma unroll
-    for (int i = 1; i < N; ++i) highest = fmaxf(highest, values[i]);
-    return highest;
+    return __shfl_xor_sync(kAllLanes, value, mask);
 }
 
-// Lane 0 ends with the whole warp's.
-__device__ __forceinline__ void reduce_warp(Choice& choice, SumExp& total)
+__device__ __forceinline__ Choice exchange(Choice choice, int mask)
+{
+    return {__shfl_xor_sync(kAllLanes, choice.value, mask),
+            __shfl_xor_sync(kAllLanes, choice.index, mask)};
+}
+
+// Every lane ends with the whole warp's.
+template <typename Combine, typename Value>
+__device__ __forceinline__ Value reduce_warp(Value value)
 {
 #pragma unroll
-    for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-        choice.merge(__shfl_down_sync(kAllLanes, choice.value, offset),
-                     __shfl_down_sync(kAllLanes, choice.index, offset));
-        total.merge(__shfl_down_sync(kAllLanes, total.max, offset),
-                    __shfl_down_sync(kAllLanes, total.sum, offset));
+    for (int mask = kWarp / 2; mask > 0; mask /= 2) {
+        value = Combine()(value, exchange(value, mask));
     }
+    return value;
 }
 
-// Thread 0 ends with the whole block's. Call it once a kernel.
-template <int Warps>
-__device__ __forceinline__ Partial reduce_block(Choice choice, SumExp total)
+// Every thread ends with the whole block's.
+template <typename Combine, int Warps, typename Value>
+__device__ __forceinline__ Value reduce_block(Value value)
 {
-    static_assert(Warps <= kWarp, "one warp combines what the warps found");
-    __shared__ Partial found[Warps];
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-
-    reduce_warp(choice, total);
-    if (lane == 0) found[warp] = {choice.value, choice.index, total.max, total.sum};
+    __shared__ Value of_warps[Warps];
+    value = reduce_warp<Combine>(value);
+    if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = value;
     __syncthreads();
-    if (warp == 0) {
-        choice = Choice();
-        total = SumExp();
-        if (lane < Warps) {
-            choice = {found[lane].value, found[lane].index};
-            total = {found[lane].max, found[lane].sum};
-        }
-        reduce_warp(choice, total);
-    }
-    return {choice.value, choice.index, total.max, total.sum};
+    value = of_warps[0];
+#pragma unroll
+    for (int warp = 1; warp < Warps; ++warp) value = Combine()(value, of_warps[warp]);
+    __syncthreads();  // before of_warps is written again
+    return value;
 }
-
-// A float in shared memory that any thread may raise. Integers of the same order stand for it.
-class SharedMaximum {
-public:
-    __device__ __forceinline__ explicit SharedMaximum(int* storage) : storage_(storage) {}
-    __device__ __forceinline__ void set(float value) { *storage_ = flip(__float_as_int(value)); }
-    __device__ __forceinline__ void raise(float value)
-    {
-        atomicMax(storage_, flip(__float_as_int(value)));
-    }
-    // Another thread may be raising it; an older value is as valid.
-    __device__ __forceinline__ float read() const
-    {
-        return __int_as_float(flip(*static_cast<volatile int*>(storage_)));
-    }
-
-private:
-    static __device__ __forceinline__ int flip(int bits)
-    {
-        return bits >= 0 ? bits : bits ^ 0x7fffffff;
-    }
-    int* storage_;
-};
 
 }  // namespace ds_hybrid

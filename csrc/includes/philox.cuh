@@ -44,6 +44,14 @@ __device__ __forceinline__ uint4 noise_words(const NoiseKey& key, uint32_t group
         make_uint2(static_cast<uint32_t>(key.seed), static_cast<uint32_t>(key.seed >> 32)));
 }
 
+// The word of vocabulary entry `entry`, where one thread needs one of the four only.
+__device__ __forceinline__ uint32_t noise_word(const NoiseKey& key, int64_t entry)
+{
+    const uint4 words = noise_words(key, static_cast<uint32_t>(entry / 4));
+    const uint32_t low = entry & 1 ? words.y : words.x, high = entry & 1 ? words.w : words.z;
+    return entry & 2 ? high : low;
+}
+
 // Standard Gumbel noise, finite for every word. The accurate logarithms are meant: the choice of a
 // token hangs on them.
 __device__ __forceinline__ float gumbel(uint32_t word)
@@ -51,32 +59,6 @@ __device__ __forceinline__ float gumbel(uint32_t word)
     constexpr float kLargestUniform = 1.0f - 0x1p-24f;
     const float uniform = fminf((static_cast<float>(word) + 0.5f) * 0x1p-32f, kLargestUniform);
     return -logf(-log1pf(-uniform));
-}
-
-// exp to a few units in the last place near 0, where it matters; tiny results become 0. (__expf
-// would spend three more instructions on keeping them.)
-__device__ __forceinline__ float quick_exp(float x)
-{
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.4426950408889634f));
-    return result;
-}
-
-// No word above this bound (half a word added) gives `score + gumbel(word) >= target`.
-//
-// -log1p(-u) >= u, so the noise is at most -log(u) and only u <= exp(score - target) can reach the
-// target. One approximate exponential thus stands for the two accurate logarithms of nearly every
-// entry. The slack covers the rounding of the noise, of the sum and of this bound; it is generous,
-// and only ever costs a needless look. `target` must be finite.
-__device__ __forceinline__ float largest_word_reaching(float score, float target)
-{
-    const float slack = 1e-4f + 1e-6f * fabsf(target);
-    return quick_exp(score - target + slack) * 0x1p32f;
-}
-
-__device__ __forceinline__ float half_above(uint32_t word)
-{
-    return static_cast<float>(word) + 0.5f;
 }
 
 }  // namespace ds_hybrid

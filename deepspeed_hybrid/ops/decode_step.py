@@ -3,12 +3,17 @@
 # DeepSpeed Team
 """The end of a decode step: choose a token, take its logprob, and do all the bookkeeping on the device."""
 
+import math
+
 import torch
 
 from deepspeed_hybrid.ops.loader import load
 from deepspeed_hybrid.ops.philox import gumbel_noise
 
 RUNNING, STOPPED, LENGTH = 0, 1, 2
+
+CHUNK = 1024  # consecutive vocabulary entries; the CUDA op's kChunk
+CHUNK_NOISE = 2**33  # chunk c draws as this entry + c would, which no vocabulary reaches
 
 
 def choose_token(
@@ -21,7 +26,7 @@ def choose_token(
     position: torch.Tensor,
     sampled: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Argmax, or Gumbel-max sampling, with the fp32 logprob of the choice.
+    """Argmax, or an exact sample (:func:`sample_token`), with the fp32 logprob of the choice.
 
     Args:
         scores: [B, V] fp32, bf16 or fp16. Entries at -inf cannot be chosen.
@@ -36,11 +41,41 @@ def choose_token(
     final = scores.float()
     if sampled and temperature is not None:
         final = final / temperature[:, None]
-    noisy = final + gumbel_noise(seed, request, sample, position, final.shape[1]) if sampled else final
-    token = noisy.argmax(dim=-1)
+    token = sample_token(final, (seed, request, sample, position)) if sampled else final.argmax(dim=-1)
     source = final if raw_logits is None else raw_logits.float()
     logprob = source.gather(1, token[:, None])[:, 0] - source.logsumexp(dim=-1)
     return token, logprob
+
+
+def sample_token(
+    scores: torch.Tensor, key: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """An exact sample of softmax(scores) for every row: of a chunk by its whole weight, then of an entry within it.
+
+    Both are argmaxima under Gumbel noise. The largest of a chunk's noisy scores is distributed as logsumexp(chunk)
+    plus one Gumbel variable, whichever entry attains it (Maddison, Tarlow and Minka, "A* sampling", NeurIPS 2014). So
+    one variable a chunk finds the chunk of the row's largest noisy score without the noise of its entries, and noise
+    of its own then finds the entry. A row draws for V / 1024 chunks and 1024 entries instead of V entries.
+
+    Args:
+        scores: [B, V] fp32.
+        key: seed, request, sample and position of the noise, [B] int64 each.
+
+    Returns:
+        [B] int64.
+    """
+    vocab = scores.shape[1]
+    if vocab <= CHUNK:
+        return (scores + gumbel_noise(*key, vocab)).argmax(dim=-1)
+    filling = -vocab % CHUNK
+    if filling:
+        scores = torch.nn.functional.pad(scores, (0, filling), value=-math.inf)
+    chunks = scores.unflatten(1, (-1, CHUNK))
+    weight = chunks.logsumexp(dim=-1)
+    chunk = (weight + gumbel_noise(*key, weight.shape[1], first=CHUNK_NOISE)).argmax(dim=-1)
+    entries = chunks.gather(1, chunk[:, None, None].expand(-1, 1, CHUNK))[:, 0]
+    entry = (entries + gumbel_noise(*key, CHUNK, first=chunk * CHUNK)).argmax(dim=-1)
+    return chunk * CHUNK + entry
 
 
 def decode_step_reference(
@@ -108,8 +143,9 @@ def decode_step(
     output buffers, and it becomes inactive at a stop id (STOPPED) or at its limit (LENGTH; a stop id on the last
     allowed token is STOPPED). Nothing of an inactive row changes.
 
-    On CUDA this is one pass over the scores in two launches, without a host sync; the first call builds it. A row's
-    token and logprob are bit-equal in any batch. On a CPU it is :func:`decode_step_reference`.
+    On CUDA this is one pass over the scores, one over ``raw_logits`` if given, and a look at one chunk a row, without
+    a host sync; the first call builds it. A row's token and logprob are bit-equal in any batch. On a CPU it is
+    :func:`decode_step_reference`.
 
     Args:
         scores, raw_logits, temperature, seed, request, sample, sampled: as in :func:`choose_token`.

@@ -12,7 +12,14 @@ from decode_cases import MUTATED, POISON_TOKEN, copied, decode_arguments, rows_o
 from tolerances import assert_close
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from deepspeed_hybrid.ops.decode_step import LENGTH, RUNNING, STOPPED, decode_step, decode_step_reference
+from deepspeed_hybrid.ops.decode_step import (
+    LENGTH,
+    RUNNING,
+    STOPPED,
+    choose_token,
+    decode_step,
+    decode_step_reference,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -33,6 +40,22 @@ def gumbel(entry: int, seed: int, request: int, sample: int, position: int) -> f
     return -math.log(-math.log1p(-float(uniform)))
 
 
+def log_sum_exp(scores: list[float]) -> float:
+    highest = max(scores)
+    return highest + math.log(sum(math.exp(score - highest) for score in scores)) if highest > -math.inf else highest
+
+
+def chosen(scores: list[float], key: list[int] | None) -> int:
+    """The first highest entry; with a key, a chunk by its weight and noise, then an entry of it by score and noise."""
+    if key is None:
+        return scores.index(max(scores))
+    starts = range(0, len(scores), 1024)
+    noisy = [log_sum_exp(scores[start : start + 1024]) + gumbel(2**33 + i, *key) for i, start in enumerate(starts)]
+    start = starts[noisy.index(max(noisy))]
+    noisy = [score + gumbel(start + i, *key) for i, score in enumerate(scores[start : start + 1024])]
+    return start + noisy.index(max(noisy))
+
+
 def log_softmax_at(scores: list[float], entry: int) -> float:
     highest = max(scores)
     return scores[entry] - highest - math.log(sum(math.exp(score - highest) for score in scores))
@@ -47,10 +70,8 @@ def step_row(arguments: dict, row: int) -> None:
     scores = a["scores"][row].float().numpy()
     if a["sampled"] and a["temperature"] is not None:
         scores = scores / a["temperature"][row].numpy()
-    key = [int(a[name][row]) for name in ("seed", "request", "sample", "position")]
-    noise = [gumbel(entry, *key) if a["sampled"] else 0.0 for entry in range(len(scores))]
-    noisy = [float(score) + drawn for score, drawn in zip(scores, noise, strict=True)]
-    choice = noisy.index(max(noisy))
+    key = [int(a[name][row]) for name in ("seed", "request", "sample", "position")] if a["sampled"] else None
+    choice = chosen([float(score) for score in scores], key)
     source = scores if a["raw_logits"] is None else a["raw_logits"][row].float().numpy()
 
     column = int(a["length"][row])
@@ -78,7 +99,7 @@ def run_both(arguments: dict, steps: int = 1) -> dict:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("vocab", [1, 3, 127, 1001])
+@pytest.mark.parametrize("vocab", [1, 3, 127, 1001, 1024, 1025, 2500, 4097])
 @pytest.mark.parametrize("sampled", [True, False], ids=["sampled", "greedy"])
 @pytest.mark.parametrize("temperature", [True, False], ids=["temperature", "final"])
 def test_against_the_oracle(dtype, vocab, sampled, temperature):
@@ -157,11 +178,65 @@ def test_one_possible_token_is_certain():
     assert actual["logprobs"].gather(1, arguments["length"][:, None]).tolist() == [[0.0], [0.0]]
 
 
-def test_ties_go_to_the_lowest_index():
-    arguments = decode_arguments(2, 300, sampled=False)
+@pytest.mark.parametrize("entries", [[290, 41, 77], [3999, 2047, 2048]], ids=["one chunk", "several chunks"])
+def test_ties_go_to_the_lowest_index(entries):
+    arguments = decode_arguments(2, 4000, sampled=False)
     arguments["scores"][:] = 0
-    arguments["scores"][0, [290, 41, 77]] = 1
-    assert run_both(arguments)["token"].tolist() == [41, 0]
+    arguments["scores"][0, entries] = 1
+    assert run_both(arguments)["token"].tolist() == [min(entries), 0]
+
+
+@pytest.mark.parametrize("first, last", [(0, 1024), (1024, 2048), (3072, 3500)], ids=["first", "inner", "last"])
+@pytest.mark.parametrize("sampled", [True, False], ids=["sampled", "greedy"])
+def test_only_one_chunk_is_possible(first, last, sampled):
+    arguments = decode_arguments(2, 3500, sampled=sampled)
+    arguments["scores"][:, :first] = arguments["scores"][:, last:] = -math.inf
+    assert all(first <= token < last for token in run_both(arguments)["token"].tolist())
+
+
+@pytest.mark.parametrize("sampled", [True, False], ids=["sampled", "greedy"])
+def test_a_row_without_a_possible_token_takes_the_first(sampled):
+    arguments = decode_arguments(2, 2500, sampled=sampled)
+    arguments["scores"][:] = -math.inf
+    decode_step(**arguments)
+    assert arguments["token"].tolist() == [0, 0]
+
+
+def sampled_tokens(scores: torch.Tensor, temperature: float, draws: int) -> torch.Tensor:
+    """Tokens of one row of scores at as many positions."""
+    parts = [torch.full((draws,), part) for part in (3, 1, 0)]
+    rows = scores.expand(draws, -1)
+    return choose_token(rows, None, torch.full((draws,), temperature), *parts, torch.arange(draws), True)[0]
+
+
+def test_samples_across_chunks_follow_the_softmax():
+    """Three chunks of very different weight, among them entries at -inf, and a tail that is one bin."""
+    entries = [0, 5, 1023, 1024, 1500, 1501, 2047, 2048, 2999]
+    scores = torch.full((3000,), -2.0)
+    scores[entries] = torch.tensor([4.0, 5.0, 3.0, 3.5, 1.0, 4.5, 3.0, 5.5, 4.0])
+    impossible = torch.arange(3000) % 3 == 1
+    impossible[entries] = False
+    scores[impossible] = -math.inf
+    temperature, draws = 0.8, 10_000
+    seen = sampled_tokens(scores, temperature, draws).bincount(minlength=3000).double()
+    expected = (scores.double() / temperature).softmax(dim=-1) * draws
+    assert seen[impossible].sum() == 0
+
+    def binned(counts: torch.Tensor) -> torch.Tensor:
+        return torch.cat([counts[entries], (counts.sum() - counts[entries].sum())[None]])
+
+    chi_square = ((binned(seen) - binned(expected)) ** 2 / binned(expected)).sum()
+    assert chi_square < 33.72  # 1 in 10,000 with 9 degrees of freedom
+
+
+def test_the_entry_does_not_depend_on_the_noise_of_the_chunk():
+    """Two chunks of four equal entries: if chunk 0 drew as entry 0 does, entry 0 would be chosen too often in it."""
+    scores = torch.full((2048,), -math.inf)
+    scores[:4] = scores[1024:1028] = 0.0
+    draws = 10_000
+    tokens = sampled_tokens(scores, 1.0, draws)
+    seen = torch.stack([(tokens == entry).sum() for entry in (*range(4), *range(1024, 1028))]).double()
+    assert ((seen - draws / 8) ** 2 / (draws / 8)).sum() < 29.88  # 1 in 10,000 with 7 degrees of freedom
 
 
 @pytest.mark.parametrize(

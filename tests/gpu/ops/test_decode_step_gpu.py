@@ -13,7 +13,7 @@ from deepspeed_hybrid.ops.decode_step import decode_step, decode_step_reference
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-VOCABULARIES = [1, 3, 127, 4097, 248320]
+VOCABULARIES = [1, 3, 127, 1024, 1025, 2500, 4097, 248320]
 
 
 def assert_same_buffers(actual: dict, expected: dict) -> None:
@@ -61,6 +61,14 @@ def test_logprobs_against_float64(vocab, dtype, raw):
         assert_close(logprob, source[row, actual["token"][row]])
 
 
+@pytest.mark.parametrize("vocab", [127, 4097])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("raw", DTYPES, ids=str)
+@pytest.mark.parametrize("sampled", [True, False], ids=["sampled", "greedy"])
+def test_raw_logits_of_every_dtype(vocab, dtype, raw, sampled):
+    run_both(decode_arguments(5, vocab, dtype=dtype, raw=raw, sampled=sampled))
+
+
 @pytest.mark.parametrize("vocab, row_stride", [(127, 128), (127, 131), (4096, 4097), (4097, 4104), (20000, 20001)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sampled", [True, False], ids=["sampled", "greedy"])
@@ -91,6 +99,41 @@ def test_scores_at_minus_infinity(temperature, kept):
         run_both(arguments)
 
 
+@pytest.mark.parametrize("first, last", [(0, 1024), (2048, 3072), (9216, 9217)], ids=["first", "inner", "ragged"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sampled", [True, False], ids=["sampled", "greedy"])
+def test_only_one_chunk_is_possible(first, last, dtype, sampled):
+    arguments = decode_arguments(8, 9217, dtype=dtype, sampled=sampled)
+    arguments["scores"][:, :first] = arguments["scores"][:, last:] = -float("inf")
+    actual = run_both(arguments)
+    tokens = actual["token"][actual["active"]]
+    assert ((first <= tokens) & (tokens < last)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sampled", [True, False], ids=["sampled", "greedy"])
+def test_the_best_chunk_is_the_ragged_last_one(dtype, sampled):
+    arguments = decode_arguments(8, 9218, dtype=dtype, sampled=sampled)
+    arguments["scores"][:, 9216:] += 100
+    actual = run_both(arguments)
+    assert (actual["token"][actual["active"]] >= 9216).all()
+
+
+@pytest.mark.parametrize("sampled", [True, False], ids=["sampled", "greedy"])
+def test_a_row_without_a_possible_token_takes_the_first(sampled):
+    arguments = decode_arguments(8, 9217, sampled=sampled)
+    arguments["scores"][:] = -float("inf")
+    actual = run_both(arguments)
+    assert (actual["token"][actual["active"]] == 0).all()
+
+
+def test_more_chunks_than_threads_of_a_block():
+    for sampled in (True, False):
+        arguments = decode_arguments(3, 600_001, sampled=sampled, raw=torch.bfloat16)
+        arguments["scores"][0, 600_000] = 100
+        assert run_both(arguments)["tokens"][0].eq(600_000).any()
+
+
 @pytest.mark.parametrize("scale, offset", [(0.0, 0.0), (1e-3, 25.0), (1e3, 0.0), (1.0, -1e3)])
 @pytest.mark.parametrize("sampled", [True, False], ids=["sampled", "greedy"])
 def test_flat_peaked_and_shifted_scores(scale, offset, sampled):
@@ -112,6 +155,9 @@ def test_ties_go_to_the_lowest_index(dtype):
     arguments = decode_arguments(64, 50001, dtype=dtype, sampled=False)
     arguments["scores"].round_()
     run_both(arguments)
+    arguments["scores"].zero_()
+    arguments["scores"][0, [50_000, 40_960, 40_959, 2048]] = 1
+    assert run_both(arguments, steps=1)["token"][:2].tolist() == [2048, 0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
