@@ -44,7 +44,7 @@ class Case:
         count = max(2, math.ceil(BYTES_TO_ROTATE / self.bytes))
         self.weights = [self.random(n, k) / k**0.5 for _ in range(count)]
         self.x = self.random(m, k)
-        self.squares = None if around == "residual" else torch.rand(640 if m == 1 else 160, m, device="cuda")
+        self.squares = None if around == "residual" else torch.rand(640 if m == 1 else 64, m, device="cuda")
         self.residual = self.random(m, n) if around == "residual" else None
         self.norm = self.random(n) / 10 if around == "residual" else None
 

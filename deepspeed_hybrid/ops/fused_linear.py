@@ -9,9 +9,12 @@ to be added up; the reader's product runs over ``scaled`` and is divided by the 
 parts at all (``squares`` [0, M]) ``scaled`` is the normalised state itself.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
+from deepspeed_hybrid.ops import few_rows
 from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves
 from deepspeed_hybrid.ops.inference import refuse_gradients
 
@@ -79,6 +82,15 @@ def normed_linear_reference(
     return product
 
 
+def _launch(x: torch.Tensor, weight: torch.Tensor, glu: bool) -> Callable | None:
+    """The kernel that does all of a product's op in one launch, or None where the library's product is faster."""
+    if x.shape[0] == 1:
+        from deepspeed_hybrid.ops.triton.row_linear import launch  # here, because a torch for CPUs has no Triton
+
+        return launch
+    return few_rows.launch if few_rows.takes(x, weight, glu) else None
+
+
 def _normalised(scaled: torch.Tensor, squares: torch.Tensor, eps: float) -> torch.Tensor:
     if squares.shape[0] == 0:
         return scaled
@@ -97,9 +109,9 @@ def normed_linear(
 ) -> torch.Tensor:
     """The second half of an RMSNorm, a product, and its bias or gated SiLU, rounded once.
 
-    On CUDA one row is one Triton launch that reads the weight once; the first call of a shape compiles it. More rows
-    are the card's library product, with silu * up in a launch of its own. On a CPU it is
-    :func:`normed_linear_reference`. There is no gradient.
+    On CUDA one row is one Triton launch and 2 to 16 rows of 16 bits are one of the CUDA op few_rows_linear, which read
+    the weight once; the first call of either compiles it. More rows are the card's library product, with silu * up in
+    a launch of its own. On a CPU it is :func:`normed_linear_reference`. There is no gradient.
 
     Args:
         scaled: [M, K] fp32, bf16 or fp16, contiguous.
@@ -116,9 +128,8 @@ def normed_linear(
         RuntimeError: an argument of another dtype, shape, layout or device.
     """
     _check(scaled, weight, squares, bias, None, None, glu)
-    if scaled.shape[0] == 1:
-        from deepspeed_hybrid.ops.triton.row_linear import launch  # here, because a torch for CPUs has no Triton
-
+    launch = _launch(scaled, weight, glu)
+    if launch is not None:
         return launch(scaled, weight, squares if squares.shape[0] else None, eps, bias, None, None, 0.0, glu)[0]
     product = F.linear(_normalised(scaled, squares, eps), weight, bias)
     return fused_silu_mul_halves(product) if glu else product
@@ -159,8 +170,8 @@ def residual_linear(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A product, its bias, the residual, and the first half of the RMSNorm that comes next.
 
-    On CUDA one row is one Triton launch; more rows are the card's library product and the whole norm in a launch of
-    its own. On a CPU it is :func:`residual_linear_reference`. There is no gradient.
+    On CUDA up to 16 rows are one launch, as in :func:`normed_linear`; more are the card's library product and the
+    whole norm in a launch of its own. On a CPU it is :func:`residual_linear_reference`. There is no gradient.
 
     Args:
         x: [M, K] fp32, bf16 or fp16, contiguous.
@@ -177,9 +188,8 @@ def residual_linear(
         RuntimeError: an argument of another dtype, shape, layout or device.
     """
     _check(x, weight, None, bias, residual, next_norm, False)
-    if x.shape[0] == 1:
-        from deepspeed_hybrid.ops.triton.row_linear import launch
-
+    launch = _launch(x, weight, False)
+    if launch is not None:
         return launch(x, weight, None, 0.0, bias, residual, next_norm, next_offset, False)
     from deepspeed_hybrid.ops.triton.rms_norm import launch as normalise
 

@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// DeepSpeed Team
+
+// The product of a few rows with a large weight, whose time is that of reading the weight once.
+//
+// Every warp streams its own share of the weight through a ring of its own in shared memory: warps
+// deal the blocks of the inner dimension out among themselves, and their sums meet at the end of a
+// tile, across the blocks of a cluster where the tiles are too few for the card. A block works
+// through its tiles without the ring ever running dry. With its last request it announces the
+// kernel behind, which fills its own ring before it waits: the memory stays busy where one kernel
+// ends and the next begins.
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+
+#include "finish.cuh"
+#include "stream.cuh"
+
+namespace ds_hybrid {
+namespace {
+
+template <typename S>
+using Sums = float[S::kTiles][S::kGroups][4];
+
+// Rows of x that are not there, and of the weight beyond the tile, are whatever lies in the ring:
+// their sums go nowhere.
+template <typename Element, typename S>
+__device__ __forceinline__ void multiply_block(Sums<S>& sums, const uint4* stage)
+{
+    const int lane = threadIdx.x % kWarp, row = lane % 8, matrix = lane / 8;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        uint4 x[S::kGroups];
+#pragma unroll
+        for (int group = 0; group < S::kGroups; ++group) {
+            x[group] = load_matrices(stage + (S::kColumns + group * kGroup) * kBlockChunks +
+                                     swizzled(row, half * 4 + matrix));
+        }
+#pragma unroll
+        for (int tile = 0; tile < S::kTiles; ++tile) {
+#pragma unroll
+            for (int step = 0; step < 2; ++step) {
+                const uint4* rows = stage + (tile * kTile + matrix % 2 * 8) * kBlockChunks;
+                const uint4 w =
+                    load_matrices(rows + swizzled(row, half * 4 + step * 2 + matrix / 2));
+#pragma unroll
+                for (int group = 0; group < S::kGroups; ++group) {
+                    const uint4& of = x[group];
+                    multiply_tile<Element>(sums[tile][group], w, step ? of.z : of.x,
+                                           step ? of.w : of.y);
+                }
+            }
+        }
+    }
+}
+
+template <typename S>
+__device__ __forceinline__ void store_sums(const Sums<S>& sums, float* shared)
+{
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+#pragma unroll
+    for (int tile = 0; tile < S::kTiles; ++tile) {
+#pragma unroll
+        for (int group = 0; group < S::kGroups; ++group) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int row = warp * S::kRows + group * kGroup + lane % 4 * 2 + i % 2;
+                const int column = tile * kTile + i / 2 * 8;
+                if (column < S::kColumns) {
+                    shared[row * S::kPitch + column + lane / 4] = sums[tile][group][i];
+                }
+            }
+        }
+    }
+}
+
+template <typename Element, typename S, bool glu>
+__global__ void __launch_bounds__(kThreads, 2) few_rows_linear(const FewRowsArguments args)
+{
+    extern __shared__ uint4 memory[];
+    float* const shared = reinterpret_cast<float*>(memory + S::kRing);
+    float* const factors = shared + S::kSums;
+    const int warp = threadIdx.x / kWarp, rank = blockIdx.x % args.split;
+    const int first = rank * kWarps + warp, step = kWarps * args.split;
+    const int blocks = warp < kWarps ? args.blocks : 0;
+
+    Stream<Element, S, glu> stream(args, memory, first, step);
+    if (first < blocks) stream.fill_weight();
+    wait_for_predecessor();
+    if (first < blocks) stream.fill_x();
+    if (warp == kWarps) find_factors<S>(args, factors);
+
+    Finish<Element, S, glu> finish(args, rank * (kWarps + 1) + warp, args.split * (kWarps + 1));
+    for (int tile = blockIdx.x / args.split; tile < args.tiles; tile += gridDim.x / args.split) {
+        finish.load(tile);
+        Sums<S> sums = {};
+        for (int block = first; block < blocks; block += step) {
+            multiply_block<Element, S>(sums, stream.next());
+            stream.done();
+        }
+        if (warp < kWarps) store_sums<S>(sums, shared);
+        synchronise(args.split);
+        finish.store(tile, shared, factors);
+        synchronise(args.split);
+    }
+}
+
+template <typename Element, typename S, bool glu>
+void launch(const FewRowsArguments& args, cudaStream_t stream)
+{
+    auto* const kernel = few_rows_linear<Element, S, glu>;
+    C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                        static_cast<int>(S::kBytes)));
+    C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                        cudaSharedmemCarveoutMaxShared));
+    const int clusters = std::min(args.tiles, args.processors / args.split);
+    launch_dependent(kernel, dim3(clusters * args.split), kThreads, args.split, S::kBytes, args,
+                     stream);
+}
+
+// The rings of two launches in a row fit a multiprocessor together, but for two wide ones: the
+// blocks of the one behind then spread evenly, one beside each of those still running.
+template <typename Element, int kRows, int kWideStages, int kNarrowStages>
+void launch(const FewRowsArguments& args, cudaStream_t stream)
+{
+    using Wide = Shape<kRows, kWideColumns, kWideStages>;
+    using Narrow = Shape<kRows, kNarrowColumns, kNarrowStages>;
+    if (args.residual) {
+        launch<Element, Narrow, false>(args, stream);
+    } else if (args.glu) {
+        launch<Element, Wide, true>(args, stream);
+    } else {
+        launch<Element, Wide, false>(args, stream);
+    }
+}
+
+template <typename Element>
+void launch(const FewRowsArguments& args, cudaStream_t stream)
+{
+    if (args.rows <= 8) {
+        launch<Element, 8, 5, 3>(args, stream);
+    } else if (args.rows <= 16) {
+        launch<Element, 16, 4, 2>(args, stream);
+    } else {
+        launch<Element, 32, 2, 2>(args, stream);
+    }
+}
+
+}  // namespace
+
+void launch_few_rows_linear(const FewRowsArguments& args, cudaStream_t stream)
+{
+    if (args.type == c10::ScalarType::BFloat16) {
+        launch<c10::BFloat16>(args, stream);
+    } else {
+        launch<c10::Half>(args, stream);
+    }
+}
+
+}  // namespace ds_hybrid

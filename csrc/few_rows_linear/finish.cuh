@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// DeepSpeed Team
+
+#pragma once
+
+#include <cooperative_groups.h>
+
+#include "stream.cuh"
+
+namespace ds_hybrid {
+
+namespace cg = cooperative_groups;
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// Clusters are there from Hopper on, as is all that this op is launched on.
+__device__ __forceinline__ const float* of_block(float* shared, int split, int rank)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if (split > 1) return cg::this_cluster().map_shared_rank(shared, rank);
+#endif
+    return shared;
+}
+
+__device__ __forceinline__ void synchronise(int split)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if (split > 1) return cg::this_cluster().sync();
+#endif
+    __syncthreads();
+}
+
+// What the warps of the cluster found, in a fixed order.
+template <typename S>
+__device__ __forceinline__ float sum_of_warps(float* shared, int split, int row, int column)
+{
+    float sum = 0.0f;
+    for (int rank = 0; rank < split; ++rank) {
+        const float* of = of_block(shared, split, rank);
+#pragma unroll
+        for (int warp = 0; warp < kWarps; ++warp) {
+            sum += of[(warp * S::kRows + row) * S::kPitch + column];
+        }
+    }
+    return sum;
+}
+
+__device__ __forceinline__ float sum_of_warp(float value)
+{
+#pragma unroll
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+        value += __shfl_xor_sync(kAllLanes, value, offset);
+    }
+    return value;
+}
+
+// 1 / rms of every row, by one warp. Lanes that are kRows apart share a row.
+template <typename S>
+__device__ __forceinline__ void find_factors(const FewRowsArguments& args, float* factors)
+{
+    const int lane = threadIdx.x % kWarp, row = lane % S::kRows;
+    float sum = 0.0f;
+    if (row < args.rows) {
+#pragma unroll 16
+        for (int part = lane / S::kRows; part < args.parts; part += kWarp / S::kRows) {
+            sum += args.squares[static_cast<int64_t>(part) * args.rows + row];
+        }
+    }
+#pragma unroll
+    for (int offset = S::kRows; offset < kWarp; offset *= 2) {
+        sum += __shfl_xor_sync(kAllLanes, sum, offset);
+    }
+    if (lane < S::kRows) {
+        factors[row] = args.squares ? 1.0f / sqrtf(sum / args.inner + args.eps) : 1.0f;
+    }
+}
+
+// Bias, residual and norm weight at one warp's places of a tile, asked for while the tile's sums
+// are still being made; and everything that follows the product there. Rows are dealt out to all
+// warps of the cluster, columns to lanes.
+template <typename Element, typename S, bool glu>
+class Finish {
+public:
+    __device__ __forceinline__ Finish(const FewRowsArguments& args, int warp, int warps)
+        : args_(args), warp_(warp), warps_(warps)
+    {
+    }
+
+    __device__ __forceinline__ void load(int tile)
+    {
+        for_each(tile, [&](int i, int j, int row, int column) {
+            after_[i][j] = gain_[j] = 0.0f;
+            if (args_.bias) after_[i][j] = value(args_.bias, column);
+            if (args_.residual) {
+                after_[i][j] += value(args_.residual, offset(row, column));
+                gain_[j] = value(args_.next_norm, column) + args_.next_offset;
+            }
+        });
+    }
+
+    __device__ __forceinline__ void store(int tile, float* shared, const float* factors) const
+    {
+        float squares[kRowsOfWarp] = {};
+        for_each(tile, [&](int i, int j, int row, int column) {
+            const int at = threadIdx.x % kWarp + j * kWarp;
+            float product = factors[row] * sum_of_warps<S>(shared, args_.split, row, at);
+            if constexpr (glu) {
+                const float up =
+                    factors[row] * sum_of_warps<S>(shared, args_.split, row, at + kOut);
+                product *= up / (1.0f + expf(-product));
+            }
+            const Element rounded = product + after_[i][j];
+            static_cast<Element*>(args_.out)[offset(row, column)] = rounded;
+            if (args_.residual) {
+                const float hidden = rounded;  // the next norm sees what its layer sees
+                static_cast<Element*>(args_.scaled)[offset(row, column)] = hidden * gain_[j];
+                if (column >= tile * kOut) squares[i] += hidden * hidden;
+            }
+        });
+        if (!args_.residual) return;
+#pragma unroll
+        for (int i = 0; i < kRowsOfWarp; ++i) {
+            const int row = warp_ + i * warps_;
+            const float sum = sum_of_warp(squares[i]);
+            if (row < args_.rows && threadIdx.x % kWarp == 0) {
+                args_.next_squares[static_cast<int64_t>(tile) * args_.rows + row] = sum;
+            }
+        }
+    }
+
+private:
+    static constexpr int kOut = Tiling<S, glu>::kOut;
+    static constexpr int kRowsOfWarp = (S::kRows + kWarps) / (kWarps + 1);
+    static constexpr int kColumnsOfLane = (kOut + kWarp - 1) / kWarp;
+
+    template <typename Visit>
+    __device__ __forceinline__ void for_each(int tile, Visit visit) const
+    {
+        const int lane = threadIdx.x % kWarp;
+        const int first = Tiling<S, glu>::first_column(args_, tile) + lane;
+#pragma unroll
+        for (int i = 0; i < kRowsOfWarp; ++i) {
+            const int row = warp_ + i * warps_;
+#pragma unroll
+            for (int j = 0; j < kColumnsOfLane; ++j) {
+                if (row < args_.rows && lane + j * kWarp < kOut) {
+                    visit(i, j, row, first + j * kWarp);
+                }
+            }
+        }
+    }
+    __device__ __forceinline__ int64_t offset(int row, int column) const
+    {
+        return static_cast<int64_t>(row) * args_.columns + column;
+    }
+    static __device__ __forceinline__ float value(const void* of, int64_t at)
+    {
+        return static_cast<float>(static_cast<const Element*>(of)[at]);
+    }
+
+    const FewRowsArguments& args_;
+    const int warp_, warps_;  // of the cluster
+    float after_[kRowsOfWarp][kColumnsOfLane], gain_[kColumnsOfLane];
+};
+
+}  // namespace ds_hybrid
