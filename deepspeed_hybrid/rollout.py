@@ -21,6 +21,7 @@ from deepspeed_hybrid.generation.assemble import assemble, finished_row
 from deepspeed_hybrid.generation.batch import FinishedRow, RolloutBatch
 from deepspeed_hybrid.generation.graph import GraphRunner
 from deepspeed_hybrid.generation.loop import Answers, LoopStats, run_rows
+from deepspeed_hybrid.generation.prompt_graphs import PromptGraphs
 from deepspeed_hybrid.generation.requests import (
     Prompts,
     SamplingPlan,
@@ -86,6 +87,7 @@ class HybridEngineRollout(RolloutEngine):
             self._graphs,
             self._paths.choose,
             lambda: self._injection.masked,
+            self._prompt_graphs(),
         )
         self._seen = fingerprint(self._paths.call.model)
         self._changes = 0  # how often the model was found changed
@@ -95,6 +97,13 @@ class HybridEngineRollout(RolloutEngine):
         self._closed = False
         for line in self._paths.notes:
             _say_once(line)
+
+    def _prompt_graphs(self) -> PromptGraphs | None:
+        """On CUDA prompts have the same shapes whether graphs are on or not, and so the same numbers."""
+        if self._paths.device.type != "cuda":
+            return None
+        runner = GraphRunner(self.cfg.max_graphs) if self._paths.graph else None
+        return PromptGraphs(self._paths.call, runner, lambda: self._injection.prompt_obstacle)
 
     # ------------------------------------------------------------------------------------------------- generation
 
@@ -297,9 +306,11 @@ class HybridEngineRollout(RolloutEngine):
             self._injection.replan()
             self._injection.follow()
             self._seen = fingerprint(self._paths.call.model)  # parameters may have been moved next to one another
-            if self._graphs is not None and len(self._graphs):
+            for line in self._paths.notes:
+                _say_once(line)
+            if self._arena.holds_graphs():
                 logger.warning("deepspeed_hybrid: the model was changed; captured graphs are dropped")
-                self._graphs.release()
+            self._arena.drop_graphs()
         return changed
 
     # ---------------------------------------------------------------------------------------------------- reports
@@ -337,7 +348,10 @@ class HybridEngineRollout(RolloutEngine):
             peak = max(job.prompts.lengths[row // job.plan.samples] + length for row, length in enumerate(lengths))
             self._last_continuous_stats = continuous_stats(job.stats, self._arena, lengths, peak, times["total_ms"])
         if self.cfg.enable_profiling:
-            extra = {"graph_captures": self._graphs.captures if self._graphs else 0, **self._paths.reasons()}
+            captures = {
+                "graph_captures": self._graphs.captures if self._graphs else 0,
+                "prefill_graph_captures": self._arena.prefill_captures,
+            }
             self._last_profile = profile(
                 job.stats,
                 lengths,
@@ -346,7 +360,7 @@ class HybridEngineRollout(RolloutEngine):
                 job.request.prompt_ids.shape[1],
                 times,
                 job.continuous_slots,
-                extra,
+                {**captures, **self._paths.reasons()},
             )
 
     # ----------------------------------------------------------------------------------------------------- memory
