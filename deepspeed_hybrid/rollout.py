@@ -14,7 +14,7 @@ from deepspeed.runtime.rollout.base import RolloutEngine, RolloutRequest
 from deepspeed.runtime.rollout.base import SamplingConfig as BaseSamplingConfig
 from deepspeed.utils import logger
 
-from deepspeed_hybrid.compat import bind_torch_gdn_without_gpu, dense_mask_attention
+from deepspeed_hybrid.compat import attention_configs, bind_torch_gdn_without_gpu, dense_mask_attention
 from deepspeed_hybrid.config import HybridEngineRolloutConfig
 from deepspeed_hybrid.generation.arena import Arena
 from deepspeed_hybrid.generation.assemble import assemble, finished_row
@@ -89,7 +89,7 @@ class HybridEngineRollout(RolloutEngine):
             lambda: self._injection.masked,
             self._prompt_graphs(),
         )
-        self._seen = fingerprint(self._paths.call.model)
+        self._look()
         self._changes = 0  # how often the model was found changed
         self._last_profile: dict | None = None
         self._last_continuous_stats: dict | None = None
@@ -97,6 +97,13 @@ class HybridEngineRollout(RolloutEngine):
         self._closed = False
         for line in self._paths.notes:
             _say_once(line)
+
+    def _look(self) -> None:
+        """Remember the model as it is, and which tables every call has to set, until it is found changed."""
+        model = self._paths.call.model
+        self._seen = fingerprint(model)
+        self._tables = [module.__dict__ for module in model.modules()]  # past the slow __setattr__
+        self._configs = attention_configs(model)
 
     def _prompt_graphs(self) -> PromptGraphs | None:
         """On CUDA prompts have the same shapes whether graphs are on or not, and so the same numbers."""
@@ -217,15 +224,14 @@ class HybridEngineRollout(RolloutEngine):
     @contextmanager
     def _generating(self) -> Iterator[None]:
         """The model in evaluation mode with our forwards bound; all of it is undone on exit."""
-        model = self._paths.call.model
-        modes = [(module.__dict__, module.training) for module in model.modules()]  # past the slow __setattr__
+        modes = [(held, held["training"]) for held in self._tables]
         with (
             torch.inference_mode(False),
             torch.no_grad(),
             # Slots have the parameters' dtype, and a captured step must not hold autocast's copies of them.
             torch.autocast(self._paths.device.type, enabled=False),
             self._injection.bound(),
-            dense_mask_attention(model),
+            dense_mask_attention(self._configs),
         ):
             try:
                 for held, _ in modes:
@@ -305,7 +311,7 @@ class HybridEngineRollout(RolloutEngine):
             self._changes += 1
             self._injection.replan()
             self._injection.follow()
-            self._seen = fingerprint(self._paths.call.model)  # parameters may have been moved next to one another
+            self._look()  # again: parameters may have been moved next to one another
             for line in self._paths.notes:
                 _say_once(line)
             if self._arena.holds_graphs():

@@ -134,11 +134,12 @@ def _admit(
     first = sorted(set(owners))
     device = prompts.ids.device
 
-    owner_requests = upload([requests[index] for index in first], device)
+    wanted = [requests[index] for index in first]
+    everyone = wanted == list(range(len(prompts.lengths)))
     logits = prefill(
         arena.model,
         arena.cache,
-        prompts.ids.index_select(0, owner_requests),
+        prompts.ids if everyone else prompts.ids.index_select(0, upload(wanted, device)),
         [prompts.lengths[requests[index]] for index in first],
         [slots[index] for index in first],
         graphs=arena.prompts,

@@ -46,7 +46,7 @@ def prompt_logits(
         kv_length=kv_length,
         first=start == 0,
         write_slots=slots,
-        write_positions=torch.where(real, positions, cache.capacity - 1),
+        write_positions=positions.masked_fill(~real, cache.capacity - 1),  # where() would copy the number from here
         before=(start - padding).clamp(min=0),
         after=(end - padding).clamp(min=0),
         token_mask=real if padded else None,

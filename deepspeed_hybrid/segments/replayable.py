@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from deepspeed_hybrid.compat import global_hooks, hooks_of, text_model
+from deepspeed_hybrid.compat import global_hooks, hooks_of, is_zero3_hook, text_model
 from deepspeed_hybrid.segments.known_forwards import (
     ATTENTION_CORE,
     CAUSAL_MODEL,
@@ -31,12 +31,12 @@ PLAIN_PACKAGES = ("torch.nn.", "transformers.activations", "peft.")
 
 
 def prompt_obstacle(model: nn.Module) -> str | None:
-    """Why a prompt's forward through ``model`` is not captured, or None."""
+    """Why a prompt's forward through ``model`` is not captured, or None. An engine's hooks are for training."""
     if global_hooks():
         return "hooks run at the call of every module"
     for module in _taking_part(model):
         name = type(module).__name__
-        if "forward" in module.__dict__ or hooks_of(module):
+        if "forward" in module.__dict__ or not all(map(is_zero3_hook, hooks_of(module))):
             return f"{name} has a forward or hooks of its own"
         if not _is_plain(module) and not any(has_known_forward(module, kind) for kind in KINDS):
             return f"the forward of {name} is not known to run without the host"
