@@ -104,16 +104,14 @@ class SlotGdnLayer(LinearAttentionLayer):
         self.window = torch.zeros(rows, projected.shape[-1], kernel_size, dtype=projected.dtype, device=device)
         self.state = torch.zeros(rows, *state_shape, dtype=self.state_dtype, device=device)
 
-    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Window [B, channels, kernel] and state [B, v_heads, k_dim, v_dim] before the planned tokens."""
+    def read(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Window [B, channels, kernel] and state [B, v_heads, k_dim, v_dim] before the planned tokens; no state, which
+        is zeros, before the first of a sequence."""
         plan = self.holder.plan
         if plan.slots is None:
             return window_from_ring(self.window[: plan.lanes], plan.before), self.state[: plan.lanes]
         if plan.first:
-            return tuple(
-                torch.zeros((plan.lanes, *buffer.shape[1:]), dtype=buffer.dtype, device=buffer.device)
-                for buffer in (self.window, self.state)
-            )
+            return self.window.new_zeros(plan.lanes, *self.window.shape[1:]), None
         ring, state = self.window.index_select(0, plan.slots), self.state.index_select(0, plan.slots)
         return window_from_ring(ring, plan.before), state
 

@@ -121,7 +121,7 @@ def scan(
     qkv: torch.Tensor,
     beta: torch.Tensor,
     g: torch.Tensor,
-    state: torch.Tensor,
+    state: torch.Tensor | None,
     recurrent: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gated delta rule: [B, T, HV, DV] and the state after it, [B, HV, DK, DV]."""
