@@ -27,7 +27,8 @@ class HybridEngineRolloutConfig:
         segki_kernel: which segments, one of ``SEGMENT_KINDS``.
         segki_backend: which implementation of the kernels, one of ``BACKENDS``; 'auto' prefers CUDA where it builds.
         state_dtype: dtype of the recurrent state, a torch.dtype or its name.
-        max_graphs: captured graphs kept, of decode steps and of prompts each, least recently used dropped first.
+        max_graphs: captured decode steps kept, and a quarter of the captured prompt shapes; the least recently used is
+            dropped first.
         poll_every: replays between two looks at the stop flags.
         batch_invariant: a row's tokens independent of its batch mates to the last bit. Not available yet.
         train_consistent: decode reductions arranged like the training forward's. Not available yet.

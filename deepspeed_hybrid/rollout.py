@@ -36,6 +36,8 @@ from deepspeed_hybrid.profile import continuous_stats, profile
 from deepspeed_hybrid.segments.fingerprint import fingerprint
 from deepspeed_hybrid.segments.weights import WeightSyncReport
 
+PROMPT_GRAPHS = 4  # graphs of prompts to one of a decode step: prompts come in many shapes
+
 
 @functools.cache
 def _say_once(line: str) -> None:
@@ -109,7 +111,7 @@ class HybridEngineRollout(RolloutEngine):
         """On CUDA prompts have the same shapes whether graphs are on or not, and so the same numbers."""
         if self._paths.device.type != "cuda":
             return None
-        runner = GraphRunner(self.cfg.max_graphs) if self._paths.graph else None
+        runner = GraphRunner(PROMPT_GRAPHS * self.cfg.max_graphs) if self._paths.graph else None
         return PromptGraphs(self._paths.call, runner, lambda: self._injection.prompt_obstacle)
 
     # ------------------------------------------------------------------------------------------------- generation

@@ -15,6 +15,8 @@ from deepspeed_hybrid.generation.prompt_forward import prompt_logits
 from deepspeed_hybrid.generation.prompt_shapes import PromptShape
 from deepspeed_hybrid.generation.transfer import upload_rows
 
+PATIENCE = 8  # eager forwards of a shape before it takes another's place among the captured ones
+
 
 class PromptForward:
     """The buffers of one shape, and the forward over them."""
@@ -45,9 +47,10 @@ class PromptGraphs:
     """Prompt forwards by shape, until ``release()``.
 
     The first forward of a shape runs eagerly, so that a shape which comes once never pays for a capture; it is also
-    the warm-up, in which kernels are tuned and the cache makes its buffers. The second is captured. A graph that was
-    dropped, for others were used more lately, is captured again at its shape's second use from then on. Eager or
-    replayed, a shape's forward launches the same kernels on the same numbers.
+    the warm-up, in which kernels are tuned and the cache makes its buffers. The second is captured. Where the runner
+    is full, a shape runs eagerly ``PATIENCE`` times before its capture drops the least recently used one: a capture
+    costs about two eager forwards, which many shapes in turn would pay again and again. Eager or replayed, a shape's
+    forward launches the same kernels on the same numbers.
 
     Args:
         model: the model's forward.
@@ -59,7 +62,7 @@ class PromptGraphs:
     def __init__(self, model: ModelCall, runner: GraphRunner | None, obstacle: Callable[[], str | None]):
         self.model, self.runner, self.obstacle = model, runner, obstacle
         self.replays = 0
-        self._used_once: set[PromptShape] = set()
+        self._eager_uses: dict[PromptShape, int] = {}  # of shapes that are not captured
         self._captured: dict[PromptShape, PromptForward] = {}
 
     @property
@@ -83,9 +86,12 @@ class PromptGraphs:
     def _replayed(self, shape: PromptShape) -> bool:
         if self.runner is None or self.obstacle() is not None:
             return False
-        if shape in self._captured or shape in self._used_once:
+        if shape in self._captured:
             return True
-        self._used_once.add(shape)
+        uses = self._eager_uses.get(shape, 0)
+        if uses >= (1 if len(self.runner) < self.runner.max_graphs else PATIENCE):
+            return True
+        self._eager_uses[shape] = uses + 1
         return False
 
     def _replay(self, shape: PromptShape, forward: PromptForward) -> None:
@@ -93,12 +99,12 @@ class PromptGraphs:
         if shape not in self._captured:
             self._captured[shape] = forward
             self._captured = {kept: one for kept, one in self._captured.items() if kept in self.runner}
-            self._used_once.discard(shape)
+            del self._eager_uses[shape]
         replay()
         self.replays += 1
 
     def release(self) -> None:
         """Drop every graph, and what is known of shapes: the next forward of each is a warm-up again."""
-        self._captured, self._used_once = {}, set()
+        self._captured, self._eager_uses = {}, {}
         if self.runner is not None:
             self.runner.release()

@@ -17,7 +17,7 @@ from recorded_graph import capture_prompts, capture_steps, recording_accelerator
 from deepspeed_hybrid import HybridEngineRollout, RolloutBatch, RolloutRequest, SamplingConfig
 from deepspeed_hybrid.generation.graph import GraphRunner
 from deepspeed_hybrid.generation.prefill import prefill
-from deepspeed_hybrid.generation.prompt_graphs import PromptGraphs
+from deepspeed_hybrid.generation.prompt_graphs import PATIENCE, PromptGraphs
 
 pytestmark = pytest.mark.core
 
@@ -235,13 +235,14 @@ def test_least_recently_used_shape_is_dropped_and_its_buffers_with_it(accelerato
     model = tiny_model()
     it = bench(model, max_graphs=2)
     one, two, three = (ragged_prompts([5] * rows) for rows in (1, 2, 3))
-    greedy(it.rollout, three, 10)  # the arena is at its largest
+    expected = {id(prompts): oracles(model, prompts, 6) for prompts in (one, two, three)}
+    greedy(it.rollout, three, 6)  # the arena is at its largest
     captures = []
-    for prompts in (three, one, one, two, two, three, three, one, two):
-        assert_same_answers(greedy(it.rollout, prompts, 10), oracles(model, prompts, 10))
+    for prompts in (three, one, one, three, *[two] * (PATIENCE + 2), three, one, one):
+        assert_same_answers(greedy(it.rollout, prompts, 6), expected[id(prompts)])
         assert len(it.graphs.runner) == len(it.graphs._captured) <= 2
         captures.append(it.graphs.captures)
-    assert captures == [1, 1, 2, 2, 3, 3, 4, 4, 4]  # two drops three, which drops one
+    assert captures == [1, 1, 2, 2, *[2] * PATIENCE, 3, 3, 3, 3, 3]  # two has dropped one, which has to wait now
 
 
 def test_a_larger_arena_has_graphs_of_its_own(accelerator):
