@@ -74,9 +74,11 @@ class PromptGraphs:
     ) -> torch.Tensor:
         """Prefill prompts [N, T] into their slots; logits of their last tokens, [N, V]."""
         forwards = self.model.forwards + 1
-        forward = self._captured.get(shape) or PromptForward(self.model, cache, shape, ids.device)
+        replayed = self._replayed(shape)
+        forward = self._captured.get(shape) if replayed else None  # an eager run must not touch a graph's tensors
+        forward = forward or PromptForward(self.model, cache, shape, ids.device)
         forward.fill(ids, lengths, slots)
-        if self._replayed(shape):
+        if replayed:
             self._replay(shape, forward)
         else:
             forward.run()
