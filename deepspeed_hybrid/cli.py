@@ -9,6 +9,7 @@ from pathlib import Path
 
 from deepspeed_hybrid.config import BACKENDS
 from deepspeed_hybrid.tools.bench import SEGKI_CHOICES, bench_decode
+from deepspeed_hybrid.tools.bench_prefill import bench_prefill
 from deepspeed_hybrid.tools.demo import demo
 from deepspeed_hybrid.tools.doctor import doctor
 from deepspeed_hybrid.tools.models import DEMO_SIZES, PRESETS
@@ -63,14 +64,9 @@ def _add_doctor(commands) -> None:
 
 def _add_bench(commands) -> None:
     command = commands.add_parser("bench", help="measure generation", description="Measure generation.")
-    kinds = command.add_subparsers(title="what to measure", required=True, metavar="{decode}")
+    kinds = command.add_subparsers(title="what to measure", required=True, metavar="{decode,prefill}")
     decode = _command(kinds, "decode", _bench_decode, "end-to-end greedy generate(): tokens/s and ms a step")
-    decode.add_argument(
-        "--model-config",
-        default="tiny",
-        metavar="PATH|PRESET",
-        help=f"a config.json or one of {', '.join(PRESETS)}; random weights (default: %(default)s)",
-    )
+    _add_model_config(decode)
     decode.add_argument(
         "--batch", type=_positives, default=[1, 8, 64], metavar="1,8,64", help="rows (default: 1,8,64)"
     )
@@ -84,6 +80,28 @@ def _add_bench(commands) -> None:
     decode.add_argument("--kernels", action="store_true", help="also the kernels of a step by kind (on a GPU)")
     decode.add_argument("--out", type=Path, metavar="FILE.json", help="write the rows there")
     decode.add_argument("--plot", type=Path, metavar="FILE.png", help="draw tokens/s over the batch size")
+
+    prefill = _command(kinds, "prefill", _bench_prefill, "generate() of one token: ms to the first token")
+    _add_model_config(prefill)
+    prefill.add_argument(
+        "--shapes",
+        type=_shapes,
+        default=[(1, 128), (64, 512), (1, 2048)],
+        metavar="1x128,64x512",
+        help="prompts x tokens (default: 1x128,64x512,1x2048)",
+    )
+    prefill.add_argument("--runs", type=_positive, default=5, help="timed calls a shape (default: %(default)s)")
+    prefill.add_argument("--seed", type=int, default=0, help="of weights and prompts (default: %(default)s)")
+    prefill.add_argument("--out", type=Path, metavar="FILE.json", help="write the rows there")
+
+
+def _add_model_config(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--model-config",
+        default="tiny",
+        metavar="PATH|PRESET",
+        help=f"a config.json or one of {', '.join(PRESETS)}; random weights (default: %(default)s)",
+    )
 
 
 def _command(commands, name: str, run, summary: str) -> argparse.ArgumentParser:
@@ -101,6 +119,13 @@ def _positive(text: str) -> int:
 
 def _positives(text: str) -> list[int]:
     return [_positive(part) for part in text.split(",")]
+
+
+def _shapes(text: str) -> list[tuple[int, int]]:
+    pairs = [part.split("x") for part in text.split(",")]
+    if any(len(pair) != 2 for pair in pairs):
+        raise argparse.ArgumentTypeError(f"must be like 1x128,64x512; got {text!r}")
+    return [(_positive(rows), _positive(tokens)) for rows, tokens in pairs]
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -124,3 +149,7 @@ def _bench_decode(options: argparse.Namespace) -> int:
         options.out,
         options.plot,
     )
+
+
+def _bench_prefill(options: argparse.Namespace) -> int:
+    return bench_prefill(options.model_config, options.shapes, options.runs, options.seed, options.out)

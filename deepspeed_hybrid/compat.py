@@ -19,9 +19,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 __all__ = [
     "Cache", "GdnKernels", "LinearAttentionLayer", "ModelCall", "StaticLayer", "adapter_state",
-    "attention_function", "bind_torch_gdn_without_gpu", "causal_model", "facts", "global_hooks", "hooks_of",
-    "is_bookkeeping", "own_attention", "gdn_kernels", "is_silu", "is_zero3_hook", "layer_kinds", "text_config",
-    "text_model",
+    "attention_configs", "attention_function", "bind_torch_gdn_without_gpu", "causal_model", "facts", "global_hooks",
+    "hooks_of", "is_bookkeeping", "own_attention", "gdn_kernels", "is_silu", "is_zero3_hook", "layer_kinds",
+    "text_config", "text_model",
 ]  # fmt: skip
 
 GDN_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
@@ -64,7 +64,8 @@ def is_silu(activation: object) -> bool:
 
 
 def is_zero3_hook(hook: Callable) -> bool:
-    """Whether a module's hook is one of those with which a DeepSpeed engine fetches and frees partitioned weights."""
+    """Whether a module's hook is a DeepSpeed engine's: those that fetch and free partitioned weights, and those of the
+    whole model that begin and end a forward for its timers and its backward."""
     return (getattr(hook, "__module__", None) or "").startswith(ZERO3_HOOK_SOURCES)
 
 
@@ -81,7 +82,10 @@ def is_bookkeeping(name: str) -> bool:
 def hooks_of(module: nn.Module) -> tuple:
     """Forward hooks that may change something. Those by which transformers captures hidden states, and which it
     leaves behind, only look on, and only where somebody asks for hidden states."""
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    before, behind = module.__dict__["_forward_pre_hooks"], module.__dict__["_forward_hooks"]
+    if not before and not behind:
+        return ()
+    hooks = (*before.values(), *behind.values())
     return tuple(hook for hook in hooks if not (getattr(hook, "__module__", None) or "").startswith(CAPTURING_HOOKS))
 
 
@@ -364,28 +368,21 @@ class ModelCall:
         return None
 
 
-@contextmanager
-def dense_mask_attention(model: nn.Module) -> Iterator[str | None]:
-    """Run attention through sdpa where the model's own implementation takes no dense mask (flash, flex, ...).
+def attention_configs(model: nn.Module) -> list:
+    """The configurations, each once, in which the decoder's modules read their attention implementation."""
+    held = [module.config for module in text_model(model).modules() if hasattr(module, "config")]
+    return list({id(config): config for config in (text_config(model), *held)}.values())
 
-    Yields the implementation that was replaced, or None.
-    """
-    configs = {
-        id(config): config
-        for config in (
-            text_config(model),
-            *(module.config for module in text_model(model).modules() if hasattr(module, "config")),
-        )
-    }
-    replaced = {
-        key: config._attn_implementation
-        for key, config in configs.items()
-        if config._attn_implementation not in ATTENTION_WITH_DENSE_MASKS
-    }
-    for key in replaced:
-        configs[key]._attn_implementation = "sdpa"
+
+@contextmanager
+def dense_mask_attention(configs: list) -> Iterator[None]:
+    """Run attention through sdpa where a configuration's own implementation takes no dense mask (flash, flex, ...)."""
+    named = [(config, config._attn_implementation) for config in configs]
+    replaced = [(config, name) for config, name in named if name not in ATTENTION_WITH_DENSE_MASKS]
+    for config, _ in replaced:
+        config._attn_implementation = "sdpa"
     try:
-        yield next(iter(replaced.values()), None)
+        yield
     finally:
-        for key, implementation in replaced.items():
-            configs[key]._attn_implementation = implementation
+        for config, implementation in replaced:
+            config._attn_implementation = implementation

@@ -17,8 +17,8 @@ class HybridEngineRolloutConfig:
     """Options of :class:`HybridEngineRollout`; every field of DeepSpeed 0.19.8's class of this name is here.
 
     Args:
-        use_graph_capture: one CUDA graph per decode step. None: on where possible, and the profile says why not.
-            True without a CUDA device is an error.
+        use_graph_capture: one CUDA graph per decode step, and one per shape of prompts. None: on where possible, and
+            the profile says why not. True without a CUDA device is an error.
         enable_profiling: fill ``get_last_profile()``; stage times then synchronize the device between stages.
         use_shared_prefill: samples of one prompt share its prefill. None: on.
         align_decode_fronts, enable_cache_trimming: accepted and without effect, since every row has a slot of its own.
@@ -27,7 +27,8 @@ class HybridEngineRolloutConfig:
         segki_kernel: which segments, one of ``SEGMENT_KINDS``.
         segki_backend: which implementation of the kernels, one of ``BACKENDS``; 'auto' prefers CUDA where it builds.
         state_dtype: dtype of the recurrent state, a torch.dtype or its name.
-        max_graphs: captured graphs kept, least recently used dropped first.
+        max_graphs: captured decode steps kept, and a quarter of the captured prompt shapes; the least recently used is
+            dropped first.
         poll_every: replays between two looks at the stop flags.
         batch_invariant: a row's tokens independent of its batch mates to the last bit. Not available yet.
         train_consistent: decode reductions arranged like the training forward's. Not available yet.

@@ -13,6 +13,7 @@ from torch import nn
 
 from deepspeed_hybrid.compat import ModelCall, causal_model, gdn_kernels, layer_kinds, text_model
 from deepspeed_hybrid.config import HybridEngineRolloutConfig
+from deepspeed_hybrid.generation.prefill import TOKEN_BUDGET
 from deepspeed_hybrid.ops import fused_linear
 from deepspeed_hybrid.ops.attention_decode import attention_decode, attention_decode_reference
 from deepspeed_hybrid.ops.decode_step import decode_step, decode_step_reference
@@ -47,12 +48,18 @@ class Paths:
     off: dict[str, str] = field(default_factory=dict)  # feature -> why it is off
 
     @property
+    def all_off(self) -> dict[str, str]:
+        """``off``, and what the model as it is now adds."""
+        obstacle = self.injection.prompt_obstacle
+        return self.off if obstacle is None or not self.graph else {**self.off, "prompt capture": obstacle}
+
+    @property
     def notes(self) -> list[str]:
-        return [f"{feature} is off: {reason}" for feature, reason in self.off.items()]
+        return [f"{feature} is off: {reason}" for feature, reason in self.all_off.items()]
 
     def reasons(self) -> dict[str, str]:
         """For the profile: '<feature>_off' -> why."""
-        return {f"{feature}_off": reason for feature, reason in self.off.items()}
+        return {f"{feature}_off": reason for feature, reason in self.all_off.items()}
 
     def describe(self) -> str:
         lines = _table([("layer", "kind", "path"), *self.layers])
@@ -62,6 +69,10 @@ class Paths:
         if self.injection.gathered is not None:
             lines += ["", "weights: packed copies, gathered from ZeRO stage 3 by sync_segki_weights()"]
         lines += ["", f"graph capture: {'on' if self.graph else 'off'}"]
+        if self.graph and self.injection.prompt_obstacle is None:
+            lines.append(
+                f"prompt capture: on; a shape's first forward, and prompts of over {TOKEN_BUDGET} tokens, run eagerly"
+            )
         return "\n".join([*lines, *self.notes])
 
     def empty_cache(self) -> None:

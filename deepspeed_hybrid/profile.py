@@ -27,6 +27,7 @@ def profile(
         "decode_forward_ms": stats.decode_ms,
         "generation_overhead_ms": max(0.0, generation - stats.prefill_ms - stats.decode_ms),
         "num_prefill_forwards": stats.prefill_forwards,
+        "num_prefill_replays": stats.prefill_replays,
         "num_decode_forwards": stats.decode_forwards,
         "post_processing_ms": times["post_processing_ms"],
         "total_ms": times["total_ms"],

@@ -14,13 +14,14 @@ from deepspeed.runtime.rollout.base import RolloutEngine, RolloutRequest
 from deepspeed.runtime.rollout.base import SamplingConfig as BaseSamplingConfig
 from deepspeed.utils import logger
 
-from deepspeed_hybrid.compat import bind_torch_gdn_without_gpu, dense_mask_attention
+from deepspeed_hybrid.compat import attention_configs, bind_torch_gdn_without_gpu, dense_mask_attention
 from deepspeed_hybrid.config import HybridEngineRolloutConfig
 from deepspeed_hybrid.generation.arena import Arena
 from deepspeed_hybrid.generation.assemble import assemble, finished_row
 from deepspeed_hybrid.generation.batch import FinishedRow, RolloutBatch
 from deepspeed_hybrid.generation.graph import GraphRunner
 from deepspeed_hybrid.generation.loop import Answers, LoopStats, run_rows
+from deepspeed_hybrid.generation.prompt_graphs import PromptGraphs
 from deepspeed_hybrid.generation.requests import (
     Prompts,
     SamplingPlan,
@@ -34,6 +35,8 @@ from deepspeed_hybrid.paths import Paths, resolve_paths
 from deepspeed_hybrid.profile import continuous_stats, profile
 from deepspeed_hybrid.segments.fingerprint import fingerprint
 from deepspeed_hybrid.segments.weights import WeightSyncReport
+
+PROMPT_GRAPHS = 4  # graphs of prompts to one of a decode step: prompts come in many shapes
 
 
 @functools.cache
@@ -86,8 +89,9 @@ class HybridEngineRollout(RolloutEngine):
             self._graphs,
             self._paths.choose,
             lambda: self._injection.masked,
+            self._prompt_graphs(),
         )
-        self._seen = fingerprint(self._paths.call.model)
+        self._look()
         self._changes = 0  # how often the model was found changed
         self._last_profile: dict | None = None
         self._last_continuous_stats: dict | None = None
@@ -95,6 +99,20 @@ class HybridEngineRollout(RolloutEngine):
         self._closed = False
         for line in self._paths.notes:
             _say_once(line)
+
+    def _look(self) -> None:
+        """Remember the model as it is, and which tables every call has to set, until it is found changed."""
+        model = self._paths.call.model
+        self._seen = fingerprint(model)
+        self._tables = [module.__dict__ for module in model.modules()]  # past the slow __setattr__
+        self._configs = attention_configs(model)
+
+    def _prompt_graphs(self) -> PromptGraphs | None:
+        """On CUDA prompts have the same shapes whether graphs are on or not, and so the same numbers."""
+        if self._paths.device.type != "cuda":
+            return None
+        runner = GraphRunner(PROMPT_GRAPHS * self.cfg.max_graphs) if self._paths.graph else None
+        return PromptGraphs(self._paths.call, runner, lambda: self._injection.prompt_obstacle)
 
     # ------------------------------------------------------------------------------------------------- generation
 
@@ -208,15 +226,14 @@ class HybridEngineRollout(RolloutEngine):
     @contextmanager
     def _generating(self) -> Iterator[None]:
         """The model in evaluation mode with our forwards bound; all of it is undone on exit."""
-        model = self._paths.call.model
-        modes = [(module.__dict__, module.training) for module in model.modules()]  # past the slow __setattr__
+        modes = [(held, held["training"]) for held in self._tables]
         with (
             torch.inference_mode(False),
             torch.no_grad(),
             # Slots have the parameters' dtype, and a captured step must not hold autocast's copies of them.
             torch.autocast(self._paths.device.type, enabled=False),
             self._injection.bound(),
-            dense_mask_attention(model),
+            dense_mask_attention(self._configs),
         ):
             try:
                 for held, _ in modes:
@@ -296,10 +313,12 @@ class HybridEngineRollout(RolloutEngine):
             self._changes += 1
             self._injection.replan()
             self._injection.follow()
-            self._seen = fingerprint(self._paths.call.model)  # parameters may have been moved next to one another
-            if self._graphs is not None and len(self._graphs):
+            self._look()  # again: parameters may have been moved next to one another
+            for line in self._paths.notes:
+                _say_once(line)
+            if self._arena.holds_graphs():
                 logger.warning("deepspeed_hybrid: the model was changed; captured graphs are dropped")
-                self._graphs.release()
+            self._arena.drop_graphs()
         return changed
 
     # ---------------------------------------------------------------------------------------------------- reports
@@ -337,7 +356,10 @@ class HybridEngineRollout(RolloutEngine):
             peak = max(job.prompts.lengths[row // job.plan.samples] + length for row, length in enumerate(lengths))
             self._last_continuous_stats = continuous_stats(job.stats, self._arena, lengths, peak, times["total_ms"])
         if self.cfg.enable_profiling:
-            extra = {"graph_captures": self._graphs.captures if self._graphs else 0, **self._paths.reasons()}
+            captures = {
+                "graph_captures": self._graphs.captures if self._graphs else 0,
+                "prefill_graph_captures": self._arena.prefill_captures,
+            }
             self._last_profile = profile(
                 job.stats,
                 lengths,
@@ -346,7 +368,7 @@ class HybridEngineRollout(RolloutEngine):
                 job.request.prompt_ids.shape[1],
                 times,
                 job.continuous_slots,
-                extra,
+                {**captures, **self._paths.reasons()},
             )
 
     # ----------------------------------------------------------------------------------------------------- memory

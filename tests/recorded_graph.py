@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from deepspeed_hybrid import HybridEngineRollout
 from deepspeed_hybrid.generation import graph
 from deepspeed_hybrid.generation.graph import GraphRunner
+from deepspeed_hybrid.generation.prompt_graphs import PromptGraphs
 
 aten = torch.ops.aten
 HOST_READS = {
@@ -118,3 +119,12 @@ def capture_steps(rollout: HybridEngineRollout, max_graphs: int = 8) -> GraphRun
     """Have a CPU rollout capture and replay its steps; use within :func:`recording_accelerator`."""
     rollout._graphs = rollout._arena.graphs = GraphRunner(max_graphs)
     return rollout._graphs
+
+
+def capture_prompts(rollout: HybridEngineRollout, max_graphs: int = 8) -> PromptGraphs:
+    """Have a CPU rollout pad, capture and replay its prompt forwards, as on a GPU."""
+    arena = rollout._arena
+    arena.prompts = PromptGraphs(
+        rollout._paths.call, GraphRunner(max_graphs), lambda: rollout._injection.prompt_obstacle
+    )
+    return arena.prompts

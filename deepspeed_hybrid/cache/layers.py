@@ -3,12 +3,13 @@
 # DeepSpeed Team
 """Cache layers with a place for every slot, at addresses that stay."""
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
 
 from deepspeed_hybrid.compat import LinearAttentionLayer, StaticLayer
-from deepspeed_hybrid.ops.gdn_decode import ring_from_window, window_from_ring
+from deepspeed_hybrid.ops.gdn_decode import ring_order, window_order
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,25 @@ class StepPlan:
 
 
 class PlanHolder:
-    """The plan of the forward under way, shared by all layers of a cache."""
+    """The plan of the forward under way, shared by all layers of a cache, and what one of them has made of it."""
 
     plan: StepPlan
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, torch.Tensor] = {}
+
+    def begin(self, plan: StepPlan) -> None:
+        self.plan = plan
+
+    def end(self) -> None:
+        del self.plan
+        self._made = {}
+
+    def once(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """``make()`` of the first layer that asks."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
 
 class SlotKVLayer(StaticLayer):
@@ -104,23 +121,28 @@ class SlotGdnLayer(LinearAttentionLayer):
         self.window = torch.zeros(rows, projected.shape[-1], kernel_size, dtype=projected.dtype, device=device)
         self.state = torch.zeros(rows, *state_shape, dtype=self.state_dtype, device=device)
 
-    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Window [B, channels, kernel] and state [B, v_heads, k_dim, v_dim] before the planned tokens."""
+    def read(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Window [B, channels, kernel] and state [B, v_heads, k_dim, v_dim] before the planned tokens; no state, which
+        is zeros, before the first of a sequence."""
         plan = self.holder.plan
         if plan.slots is None:
-            return window_from_ring(self.window[: plan.lanes], plan.before), self.state[: plan.lanes]
+            return self._in_time(self.window[: plan.lanes]), self.state[: plan.lanes]
         if plan.first:
-            return tuple(
-                torch.zeros((plan.lanes, *buffer.shape[1:]), dtype=buffer.dtype, device=buffer.device)
-                for buffer in (self.window, self.state)
-            )
+            return self.window.new_zeros(plan.lanes, *self.window.shape[1:]), None
         ring, state = self.window.index_select(0, plan.slots), self.state.index_select(0, plan.slots)
-        return window_from_ring(ring, plan.before), state
+        return self._in_time(ring), state
+
+    def _in_time(self, ring: torch.Tensor) -> torch.Tensor:
+        holder, kernel = self.holder, ring.shape[-1]
+        order = holder.once(("window", kernel), lambda: window_order(holder.plan.before, kernel))
+        return ring.gather(2, order.expand(ring.shape))
 
     def write(self, window: torch.Tensor, state: torch.Tensor) -> None:
         """Store what :meth:`read` returns next time."""
         plan = self.holder.plan
-        ring = ring_from_window(window, plan.after)
+        kernel = window.shape[-1]
+        order = self.holder.once(("ring", kernel), lambda: ring_order(plan.after, kernel))
+        ring = window.gather(2, order.expand(window.shape))
         if plan.slots is None:
             before = self.window[: plan.lanes]
             torch.where(plan.parked[:, None, None], before, ring, out=before)

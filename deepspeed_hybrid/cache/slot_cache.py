@@ -41,11 +41,11 @@ class SlotCache(Cache):
     @contextmanager
     def planned(self, plan: StepPlan) -> Iterator[None]:
         """The forward inside follows ``plan``."""
-        self.holder.plan = plan
+        self.holder.begin(plan)
         try:
             yield
         finally:
-            del self.holder.plan
+            self.holder.end()
 
     def fork(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy whole slots on the device, ``sources[i]`` to ``targets[i]`` (both [N] int64)."""

@@ -11,6 +11,7 @@ import torch
 from deepspeed_hybrid.cache.slot_cache import SlotCache
 from deepspeed_hybrid.compat import ModelCall, layer_kinds
 from deepspeed_hybrid.generation.graph import GraphRunner
+from deepspeed_hybrid.generation.prompt_graphs import PromptGraphs
 from deepspeed_hybrid.generation.requests import SamplingPlan
 from deepspeed_hybrid.generation.state import DecodeState
 from deepspeed_hybrid.generation.step import decode_step
@@ -40,6 +41,7 @@ class Arena:
         graphs: the runner for captured steps, or None to step eagerly.
         choose: the ``decode_step`` op, or its torch reference.
         masked: whether some attention layer wants a mask over the cache; asked at every call.
+        prompts: prompt forwards of fixed shapes, or None to prefill in exact shapes, eagerly.
     """
 
     def __init__(
@@ -50,9 +52,11 @@ class Arena:
         graphs: GraphRunner | None,
         choose: Callable,
         masked: Callable[[], bool],
+        prompts: PromptGraphs | None = None,
     ):
         self.model, self.device, self.state_dtype = model, device, state_dtype
         self.graphs, self.choose, self.masked = graphs, choose, masked
+        self.prompts = prompts
         self.lanes = self.kv_length = 0
         self.cache: SlotCache | None = None
         self.state: DecodeState | None = None
@@ -106,9 +110,29 @@ class Arena:
 
     def release(self) -> None:
         """Give the cache, the state and the graphs back."""
+        self.drop_graphs()
+        self.cache = self.state = None
+
+    def drop_graphs(self) -> None:
+        """Forget every captured step and prompt forward."""
         if self.graphs is not None:
             self.graphs.release()
-        self.cache = self.state = None
+        if self.prompts is not None:
+            self.prompts.release()
+
+    def holds_graphs(self) -> bool:
+        runners = (self.graphs, None if self.prompts is None else self.prompts.runner)
+        return any(len(runner) for runner in runners if runner is not None)
+
+    @property
+    def prefill_replays(self) -> int:
+        """Prompt forwards that were replays, so far."""
+        return 0 if self.prompts is None else self.prompts.replays
+
+    @property
+    def prefill_captures(self) -> int:
+        """Prompt forwards that were captured, so far."""
+        return 0 if self.prompts is None else self.prompts.captures
 
     def bytes_by_kind(self) -> dict[str, int]:
         kinds = {"kv_keys": 0, "kv_values": 0, "gdn_conv": 0, "gdn_state": 0, "decode_state": 0}

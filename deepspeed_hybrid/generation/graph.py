@@ -29,8 +29,15 @@ class GraphRunner:
     def __len__(self) -> int:
         return len(self._graphs)
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
+
     def prepare(
-        self, key: Hashable, step: Callable[[], None], harmless: Callable[[], AbstractContextManager]
+        self,
+        key: Hashable,
+        step: Callable[[], None],
+        harmless: Callable[[], AbstractContextManager],
+        warmups: int = WARMUPS,
     ) -> Callable[[], None]:
         """A callable that replays ``step``; it is captured first if ``key`` is new.
 
@@ -38,10 +45,11 @@ class GraphRunner:
             key: must differ whenever the step would launch other kernels or touch other buffers.
             step: reads and writes static buffers only.
             harmless: a context in which running ``step`` changes no live state; the warm-ups run inside it.
+            warmups: how often to run ``step`` before its capture; 0 where it has run already.
         """
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._capture(step, harmless)
+            graph = self._capture(step, harmless, warmups)
             self._graphs[key] = graph
             while len(self._graphs) > self.max_graphs:
                 self._graphs.popitem(last=False)
@@ -55,15 +63,16 @@ class GraphRunner:
         self._pool = None
 
     def _capture(
-        self, step: Callable[[], None], harmless: Callable[[], AbstractContextManager]
+        self, step: Callable[[], None], harmless: Callable[[], AbstractContextManager], warmups: int
     ) -> torch.cuda.CUDAGraph:
         accelerator = get_accelerator()
-        stream = accelerator.Stream()
-        stream.wait_stream(accelerator.current_stream())
-        with accelerator.stream(stream), harmless():
-            for _ in range(WARMUPS):
-                step()
-        accelerator.current_stream().wait_stream(stream)
+        if warmups:
+            stream = accelerator.Stream()
+            stream.wait_stream(accelerator.current_stream())
+            with accelerator.stream(stream), harmless():
+                for _ in range(warmups):
+                    step()
+            accelerator.current_stream().wait_stream(stream)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = accelerator.create_graph()

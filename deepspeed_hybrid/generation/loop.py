@@ -56,6 +56,7 @@ class LoopStats:
 
     slots: int = 0
     prefill_forwards: int = 0
+    prefill_replays: int = 0  # of the forwards
     decode_forwards: int = 0
     admissions: int = 0
     refills: int = 0
@@ -99,9 +100,10 @@ def run_rows(
         placed = scheduler.admit()
         if placed:
             with clock.stage(stats, "prefill_ms"):
-                before = arena.model.forwards
+                forwards, replays = arena.model.forwards, arena.prefill_replays
                 _admit(arena, prompts, plan, placed, shared_prefill)
-                stats.prefill_forwards += arena.model.forwards - before
+                stats.prefill_forwards += arena.model.forwards - forwards
+                stats.prefill_replays += arena.prefill_replays - replays
             stats.refills += len(placed) if stats.admissions else 0
             stats.admissions += len(placed)
             steps_left = plan.max_new_tokens - 1
@@ -132,13 +134,15 @@ def _admit(
     first = sorted(set(owners))
     device = prompts.ids.device
 
-    owner_requests = upload([requests[index] for index in first], device)
+    wanted = [requests[index] for index in first]
+    everyone = wanted == list(range(len(prompts.lengths)))
     logits = prefill(
         arena.model,
         arena.cache,
-        prompts.ids.index_select(0, owner_requests),
+        prompts.ids if everyone else prompts.ids.index_select(0, upload(wanted, device)),
         [prompts.lengths[requests[index]] for index in first],
         [slots[index] for index in first],
+        graphs=arena.prompts,
     )
     copies = [index for index in range(len(placed)) if owners[index] != index]
     if copies:

@@ -53,7 +53,7 @@ def ring_from_window(window: torch.Tensor, lengths: torch.Tensor) -> torch.Tenso
     Returns:
         [B, C, K], contiguous.
     """
-    return _turned(window, -lengths)
+    return window.gather(2, ring_order(lengths, window.shape[-1]).expand(window.shape))
 
 
 def window_from_ring(ring: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -66,14 +66,17 @@ def window_from_ring(ring: torch.Tensor, positions: torch.Tensor) -> torch.Tenso
     Returns:
         [B, C, K], contiguous.
     """
-    return _turned(ring, positions)
+    return ring.gather(2, window_order(positions, ring.shape[-1]).expand(ring.shape))
 
 
-def _turned(columns: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """Column j of a row is its column j + by, around the end."""
-    kernel = columns.shape[-1]
-    source = (torch.arange(kernel, device=columns.device) + by[:, None]) % kernel
-    return columns.gather(2, source[:, None, :].expand(columns.shape))
+def ring_order(lengths: torch.Tensor, kernel: int) -> torch.Tensor:
+    """[B, 1, K]: which column of a window in the order of time is in each column of the ring."""
+    return window_order(-lengths, kernel)
+
+
+def window_order(positions: torch.Tensor, kernel: int) -> torch.Tensor:
+    """[B, 1, K]: which column of the ring is in each column of the window in the order of time."""
+    return ((torch.arange(kernel, device=positions.device) + positions[:, None]) % kernel)[:, None, :]
 
 
 def gdn_decode_reference(

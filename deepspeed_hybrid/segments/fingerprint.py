@@ -24,7 +24,20 @@ class Fingerprint(NamedTuple):
     held: tuple  # the modules, their forwards and hooks, and what hangs on them
 
 
-PLAIN_VALUES = (int, float, str, bytes, type(None))  # compared by value, everything else by identity
+PLAIN_VALUES = frozenset((bool, int, float, str, bytes, type(None)))  # compared by value, others by identity
+
+
+class _Telling(dict):
+    """Whether an attribute of that name says something that the walk does not look at itself; asked once a name."""
+
+    tables = frozenset(vars(nn.Module()))  # parameters, hooks and children: the walk compares what is in them
+
+    def __missing__(self, name: str) -> bool:
+        self[name] = name not in self.tables and not is_bookkeeping(name)
+        return self[name]
+
+
+TELLING = _Telling()
 
 
 def fingerprint(model: nn.Module) -> Fingerprint:
@@ -32,18 +45,16 @@ def fingerprint(model: nn.Module) -> Fingerprint:
     places: list = []
     held: list = [global_hooks(), attention_function(model)]
     for module in _walk(model):
-        for table in (module._parameters, module._buffers):
-            places.extend([None if one is None else address(one) for one in table.values()])
+        own = module.__dict__
+        for table in (own["_parameters"], own["_buffers"]):
+            if table:
+                places.extend([None if one is None else address(one) for one in table.values()])
         places.append(adapter_state(module))
         held.append((module, type(module), type(module).forward, hooks_of(module)))
-        if "q_proj" in module._modules:
+        if "q_proj" in own["_modules"]:
             held.append(helpers_of(module))
         held.extend(
-            [
-                value if isinstance(value, PLAIN_VALUES) else id(value)
-                for name, value in module.__dict__.items()
-                if not is_bookkeeping(name)
-            ]
+            [value if type(value) in PLAIN_VALUES else id(value) for name, value in own.items() if TELLING[name]]
         )
     return Fingerprint(tuple(places), tuple(held))
 
@@ -56,4 +67,6 @@ def _walk(model: nn.Module) -> Iterator[nn.Module]:
         if id(module) not in seen:
             seen.add(id(module))
             yield module
-            stack.extend(child for child in module._modules.values() if child is not None)
+            children = module.__dict__["_modules"]
+            if children:
+                stack.extend([child for child in children.values() if child is not None])

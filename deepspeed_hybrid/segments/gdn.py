@@ -69,9 +69,10 @@ def gdn_forward(
 ) -> torch.Tensor:
     """[B, T, D] -> [B, T, D], carrying the slots' conv window and recurrent state over the planned tokens."""
     slot_cache = next(c for c in (cache, cache_params, past_key_values) if c is not None)
-    layer, plan = slot_cache.layers[module.layer_idx], slot_cache.holder.plan
+    layer, holder = slot_cache.layers[module.layer_idx], slot_cache.holder
+    plan, dtype = holder.plan, hidden_states.dtype
     if plan.token_mask is not None:
-        hidden_states = hidden_states * plan.token_mask[:, :, None].to(hidden_states.dtype)
+        hidden_states = hidden_states * holder.once(("real", dtype), lambda: plan.token_mask[:, :, None].to(dtype))
 
     qkv, z, b, a = project(module, fused, hidden_states)
     layer.ensure(qkv, module.conv_kernel_size, (module.num_v_heads, module.head_k_dim, module.head_v_dim))
@@ -121,7 +122,7 @@ def scan(
     qkv: torch.Tensor,
     beta: torch.Tensor,
     g: torch.Tensor,
-    state: torch.Tensor,
+    state: torch.Tensor | None,
     recurrent: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gated delta rule: [B, T, HV, DV] and the state after it, [B, HV, DK, DV]."""

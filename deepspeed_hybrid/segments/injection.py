@@ -24,6 +24,7 @@ from deepspeed_hybrid.segments.gdn import check_scans, gdn_binding, is_gdn
 from deepspeed_hybrid.segments.mlp import glu_binding
 from deepspeed_hybrid.segments.norm import as_rms_norm, rms_norm
 from deepspeed_hybrid.segments.plan import ATTENTION, GDN, GLU, Segment, plan_segments
+from deepspeed_hybrid.segments.replayable import prompt_obstacle
 from deepspeed_hybrid.segments.weights import PACKED, FusedLinear, WeightSyncReport, refresh, sync, timed
 
 WHOLE_MODEL = "model"  # in a report under ZeRO-3: every parameter is copied, in a segment or not
@@ -123,21 +124,22 @@ class Injection:
 
     def replan(self) -> bool:
         """Look at the modules again (an adapter, a hook, another layer); whether the plan is another one."""
-        before = self.segments, self.unchained
+        before = self.segments, self.unchained, self.prompt_obstacle
         self._plan_anew()
-        return (self.segments, self.unchained) != before
+        return (self.segments, self.unchained, self.prompt_obstacle) != before
 
     def _plan_anew(self) -> None:
-        self.segments, self.unchained = self._plan()
+        """The segments, which layers are no chains, and why the forward of prompts is not captured (None: it is)."""
+        self.segments, self.unchained, self.prompt_obstacle = self._plan()
         # Whether some attention layer runs the model's own forward in a decode step, which wants a mask.
         kinds = enumerate(layer_kinds(self.model))
         self.masked = any(kind == "full_attention" and self.unchained[index] for index, kind in kinds)
 
-    def _plan(self) -> tuple[list[Segment], dict[int, str | None]]:
+    def _plan(self) -> tuple[list[Segment], dict[int, str | None], str | None]:
         with self.gathered.bare() if self.gathered is not None else nullcontext():
             check_scans(self.model)
             segments = [] if self.kinds is None else plan_segments(self.model, self.kinds)
-            return segments, self._unchained(segments)
+            return segments, self._unchained(segments), prompt_obstacle(self.model)
 
     def _unchained(self, segments: list[Segment]) -> dict[int, str | None]:
         """Why the decode step of each layer (and of HEAD) is not one chain; None where it is."""

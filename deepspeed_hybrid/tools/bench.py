@@ -104,12 +104,12 @@ def bench_decode(
         request = random_request(batch, prompt, model, seed)
         floor = sizes.total(batch, prompt + new / 2) / bandwidth if bandwidth else None
         for rollout in rollouts:
-            if not _repeats(rollout, request, sampling):
+            if not repeats(rollout, request, sampling):
                 print(f"batch {batch}: two greedy calls gave different tokens, so nothing is timed")
                 return 1
-            seconds = [_seconds(rollout, request, sampling) for _ in range(runs)]
+            seconds = [seconds_of(rollout, request, sampling) for _ in range(runs)]
             one = SamplingConfig(max_new_tokens=1, temperature=0.0)
-            first = [_seconds(rollout, request, one) for _ in range(runs + 1)][1:]  # the one before is to warm up
+            first = [seconds_of(rollout, request, one) for _ in range(runs + 1)][1:]  # the one before is to warm up
             row = {
                 "segki": "off" if rollout.cfg.use_segki is False else "on",
                 **decode_row(batch, prompt, new, seconds, first, floor),
@@ -181,7 +181,7 @@ def random_request(batch: int, prompt: int, model: nn.Module, seed: int) -> Roll
     return RolloutRequest(ids, torch.ones_like(ids))
 
 
-def _repeats(rollout: HybridEngineRollout, request: RolloutRequest, sampling: SamplingConfig) -> bool:
+def repeats(rollout: HybridEngineRollout, request: RolloutRequest, sampling: SamplingConfig) -> bool:
     """The gate, and the warm-up: kernels are tuned and graphs captured here."""
     first, second = (rollout.generate(request, sampling) for _ in range(2))
     return _same(first, second)
@@ -191,7 +191,7 @@ def _same(first: RolloutBatch, second: RolloutBatch) -> bool:
     return torch.equal(first.input_ids, second.input_ids)
 
 
-def _seconds(rollout: HybridEngineRollout, request: RolloutRequest, sampling: SamplingConfig) -> float:
+def seconds_of(rollout: HybridEngineRollout, request: RolloutRequest, sampling: SamplingConfig) -> float:
     accelerator = get_accelerator()
     accelerator.synchronize()
     start = time.perf_counter()

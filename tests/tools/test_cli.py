@@ -213,6 +213,22 @@ def test_bench_times_with_and_without_segments(tmp_path):
     assert [(row["batch"], row["segki"]) for row in rows] == [(1, "off"), (1, "on"), (2, "off"), (2, "on")]
 
 
+def test_bench_times_first_tokens(tmp_path, capsys):
+    table = tmp_path / "prefill.json"
+    assert main(["bench", "prefill", "--shapes", "1x5,3x40", "--runs", "1", "--out", str(table)]) == 0
+    rows = json.loads(table.read_text())["rows"]
+    assert [(row["n"], row["length"]) for row in rows if row["graphs"] == "off"] == [(1, 5), (3, 40)]
+    for row in rows:
+        assert row["tok_s"] * row["ms"] == pytest.approx(1000 * row["n"] * row["length"], rel=0.01)
+    assert len(re.findall(r"^ +off +[13] +\d+ ", capsys.readouterr().out, re.MULTILINE)) == 2
+
+
+@pytest.mark.parametrize("shapes", ["1", "1x", "0x3", "1x2x3", "a"])
+def test_bench_refuses_shapes_that_are_none(shapes):
+    with pytest.raises(SystemExit):
+        main(["bench", "prefill", "--shapes", shapes])
+
+
 def test_breakdown_is_of_the_steps_between_two_calls(monkeypatch):
     """A prefill is in both calls and cancels; kernels are summed by kind."""
 
@@ -235,7 +251,7 @@ def test_breakdown_is_of_the_steps_between_two_calls(monkeypatch):
 
 def test_bench_times_nothing_that_does_not_repeat(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "_same", lambda first, second: False)
-    monkeypatch.setattr(bench, "_seconds", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(bench, "seconds_of", lambda *_: pytest.fail("timed"))
     assert main(["bench", "decode", "--batch", "1", "--new", "2", "--out", str(tmp_path / "rows.json")]) == 1
     assert "different tokens" in capsys.readouterr().out
     assert not (tmp_path / "rows.json").exists()
