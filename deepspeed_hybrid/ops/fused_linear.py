@@ -170,8 +170,8 @@ def residual_linear(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A product, its bias, the residual, and the first half of the RMSNorm that comes next.
 
-    On CUDA up to 16 rows are one launch, as in :func:`normed_linear`; more are the card's library product and the
-    whole norm in a launch of its own. On a CPU it is :func:`residual_linear_reference`. There is no gradient.
+    On CUDA up to 16 rows are one launch, as in :func:`normed_linear`; more are the card's library product and a
+    launch for all that follows. On a CPU it is :func:`residual_linear_reference`. There is no gradient.
 
     Args:
         x: [M, K] fp32, bf16 or fp16, contiguous.
@@ -191,12 +191,11 @@ def residual_linear(
     launch = _launch(x, weight, False)
     if launch is not None:
         return launch(x, weight, None, 0.0, bias, residual, next_norm, next_offset, False)
-    from deepspeed_hybrid.ops.triton.rms_norm import launch as normalise
+    from deepspeed_hybrid.ops.triton.residual_norm import launch as add_and_normalise
 
-    hidden = torch.addmm(residual, x, weight.t())
-    if bias is not None:
-        hidden += bias
-    return hidden, normalise(hidden, next_norm, next_offset, next_eps), x.new_empty(0, x.shape[0], dtype=torch.float32)
+    product = F.linear(x, weight)
+    hidden, normed = add_and_normalise(product, bias, residual, next_norm, next_offset, next_eps)
+    return hidden, normed, x.new_empty(0, x.shape[0], dtype=torch.float32)
 
 
 @residual_linear.register_fake

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""What follows a library's product before the next one: bias, residual and RMSNorm, in one pass over the rows."""
+
+import torch
+import triton
+import triton.language as tl
+
+from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
+
+
+@triton.jit
+def _add_and_normalise(
+    product,
+    bias,
+    residual,
+    weight,
+    hidden,
+    normed,
+    offset,
+    eps,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BIASED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program for a row, which stays in registers."""
+    announce(PDL)
+    row = tl.program_id(0).to(tl.int64) * N
+    n = tl.arange(0, BLOCK_N)
+    inside = n < N
+    gain = tl.load(weight + n, mask=inside, other=0.0).to(tl.float32) + offset
+    wait(PDL)
+    value = tl.load(product + row + n, mask=inside, other=0.0).to(tl.float32)
+    if BIASED:
+        value += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
+    value += tl.load(residual + row + n, mask=inside, other=0.0).to(tl.float32)
+    rounded = value.to(hidden.dtype.element_ty)
+    tl.store(hidden + row + n, rounded, mask=inside)
+    value = rounded.to(tl.float32)  # the norm sees what its layer sees
+    scale = tl.rsqrt(tl.sum(value * value) / N + eps)
+    tl.store(normed + row + n, (value * scale * gain).to(normed.dtype.element_ty), mask=inside)
+
+
+def launch(
+    product: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    offset: float,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """product, residual [M, N] and bias [N] or None -> their sum, and its RMSNorm with ``weight + offset``: [M, N]."""
+    hidden, normed = torch.empty_like(residual), torch.empty_like(residual)
+    rows, n = residual.shape
+    with torch.cuda.device_of(residual):  # Triton launches on the current device
+        _add_and_normalise[(rows,)](
+            product,
+            bias,
+            residual,
+            weight,
+            hidden,
+            normed,
+            offset,
+            eps,
+            N=n,
+            BLOCK_N=triton.next_power_of_2(n),
+            BIASED=bias is not None,
+            num_warps=4 if n <= 4096 else 8,
+            **pdl(residual),
+        )
+    return hidden, normed
