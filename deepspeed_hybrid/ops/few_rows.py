@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""The product of 2 to 16 rows with a large weight, by the CUDA op few_rows_linear: which it takes, and the call.
+"""The product of 1 to 16 rows with a large weight, by the CUDA op few_rows_linear: which it takes, and the call.
 
 It streams the weight through shared memory, ahead of the kernel before it, and multiplies on the tensor cores.
 """
@@ -12,8 +12,8 @@ import torch
 
 from deepspeed_hybrid.ops.loader import load
 
-# Measured on an H200: one row is faster without tensor cores, and from 17 rows on the library is.
-ROWS = range(2, 17)
+# Measured on an H200: from 17 rows on the library is faster, for x is read again with every tile of the weight.
+ROWS = range(1, 17)
 INNER_STEP = 64
 FEWEST_COLUMNS = 48
 SHARED_BYTES = 160 * 1024  # of a block

@@ -84,11 +84,13 @@ def normed_linear_reference(
 
 def _launch(x: torch.Tensor, weight: torch.Tensor, glu: bool) -> Callable | None:
     """The kernel that does all of a product's op in one launch, or None where the library's product is faster."""
+    if few_rows.takes(x, weight, glu):
+        return few_rows.launch
     if x.shape[0] == 1:
         from deepspeed_hybrid.ops.triton.row_linear import launch  # here, because a torch for CPUs has no Triton
 
         return launch
-    return few_rows.launch if few_rows.takes(x, weight, glu) else None
+    return None
 
 
 def _normalised(scaled: torch.Tensor, squares: torch.Tensor, eps: float) -> torch.Tensor:
@@ -109,9 +111,10 @@ def normed_linear(
 ) -> torch.Tensor:
     """The second half of an RMSNorm, a product, and its bias or gated SiLU, rounded once.
 
-    On CUDA one row is one Triton launch and 2 to 16 rows of 16 bits are one of the CUDA op few_rows_linear, which read
-    the weight once; the first call of either compiles it. More rows are the card's library product, with silu * up in
-    a launch of its own. On a CPU it is :func:`normed_linear_reference`. There is no gradient.
+    On CUDA up to 16 rows of 16 bits are one launch of the CUDA op few_rows_linear, and one row of another dtype or
+    size is one of a Triton kernel; both read the weight once, and the first call compiles them. Anything else is the
+    card's library product, with silu * up in a launch of its own. On a CPU it is
+    :func:`normed_linear_reference`. There is no gradient.
 
     Args:
         scaled: [M, K] fp32, bf16 or fp16, contiguous.
