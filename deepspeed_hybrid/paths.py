@@ -6,6 +6,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -16,6 +17,7 @@ from deepspeed_hybrid.config import HybridEngineRolloutConfig
 from deepspeed_hybrid.generation.prefill import TOKEN_BUDGET
 from deepspeed_hybrid.ops import fused_linear
 from deepspeed_hybrid.ops.attention_decode import attention_decode, attention_decode_reference
+from deepspeed_hybrid.ops.batch_invariant import SPLITS, normed_linear_in_groups, residual_linear_in_groups
 from deepspeed_hybrid.ops.decode_step import decode_step, decode_step_reference
 from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves, fused_silu_mul_halves_reference
 from deepspeed_hybrid.ops.gdn_decode import gdn_decode, gdn_decode_reference
@@ -25,7 +27,7 @@ from deepspeed_hybrid.segments.apply import refuse_kernelized
 from deepspeed_hybrid.segments.decoder_layer import DecodeOps
 from deepspeed_hybrid.segments.gathered import GatheredWeights, is_partitioned, partition_obstacle
 from deepspeed_hybrid.segments.gdn import check_scans
-from deepspeed_hybrid.segments.injection import Injection
+from deepspeed_hybrid.segments.injection import HEAD, Injection
 from deepspeed_hybrid.segments.plan import Segment, plan_segments
 
 OPS: dict[str, tuple[Callable, Callable]] = {
@@ -60,6 +62,17 @@ class Paths:
     def reasons(self) -> dict[str, str]:
         """For the profile: '<feature>_off' -> why."""
         return {f"{feature}_off": reason for feature, reason in self.all_off.items()}
+
+    def require_chains(self) -> None:
+        """What ``batch_invariant`` rests on, for the model as it is now.
+
+        Raises:
+            RuntimeError: a layer, or the head, is no decode chain.
+        """
+        for index, reason in self.injection.unchained.items():
+            if reason is not None:
+                where = "the head" if index == HEAD else f"layer {index}"
+                raise RuntimeError(f"batch_invariant=True cannot be honoured: {where} is no decode chain: {reason}")
 
     def describe(self) -> str:
         lines = _table([("layer", "kind", "path"), *self.layers])
@@ -112,12 +125,12 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
     fused_kinds = cfg.segki_kernel if _decide("use_segki", cfg.use_segki, obstacle, off) else None
     may_move = zero_stage(engine) == 0
     ops = {name: _op(name, op, reference, device, cfg, off) for name, (op, reference) in OPS.items()}
-    chain = chain_ops(device, cfg.segki_backend)
+    chain = chain_ops(device, cfg.segki_backend, cfg.batch_invariant)
     if fused_kinds is not None and isinstance(chain, str):
         if cfg.segki_backend == "triton":
             raise RuntimeError(f"segki_backend='triton' cannot be honoured: {chain}")
         off["decode chains"] = chain
-    return Paths(
+    paths = Paths(
         call=call,
         device=device,
         graph=graph,
@@ -128,6 +141,9 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
         layers=layers,
         off=off,
     )
+    if cfg.batch_invariant:
+        paths.require_chains()
+    return paths
 
 
 def zero_stage(engine) -> int:
@@ -188,7 +204,7 @@ def backend_obstacle(backend: str, device: torch.device) -> str | None:
     return None
 
 
-def chain_ops(device: torch.device, backend: str) -> DecodeOps | str:
+def chain_ops(device: torch.device, backend: str, batch_invariant: bool = False) -> DecodeOps | str:
     """The ops of whole decoder layers in a decode step, Triton's on CUDA, or why there are none."""
     if device.type != "cuda":
         return DecodeOps(
@@ -203,13 +219,11 @@ def chain_ops(device: torch.device, backend: str) -> DecodeOps | str:
     obstacle = triton_obstacle()
     if obstacle:
         return obstacle
-    return DecodeOps(
-        fused_linear.normed_rows,
-        fused_linear.normed_linear,
-        fused_linear.residual_linear,
-        gdn_decode,
-        attention_decode,
-    )
+    products = fused_linear.normed_linear, fused_linear.residual_linear
+    if batch_invariant:
+        products = partial(normed_linear_in_groups, products[0]), partial(residual_linear_in_groups, products[1])
+    attention = partial(attention_decode, splits=SPLITS) if batch_invariant else attention_decode
+    return DecodeOps(fused_linear.normed_rows, *products, gdn_decode, attention)
 
 
 def segments_obstacle(segments: list[Segment]) -> str | None:

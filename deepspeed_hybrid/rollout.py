@@ -260,6 +260,9 @@ class HybridEngineRollout(RolloutEngine):
         plan = check_sampling(
             sampling, call.config.vocab_size, getattr(call.model, "generation_config", None), self.tokenizer
         )
+        if self.cfg.batch_invariant:
+            self._paths.require_chains()
+            plan = replace(plan, kind=replace(plan.kind, invariant=True))
         pad_id(self.tokenizer)
         check_positions(prompts.lengths, plan.max_new_tokens, getattr(call.config, "max_position_embeddings", None))
         capacity, needed = self.cfg.continuous_cache_capacity, max(prompts.lengths) + plan.max_new_tokens
@@ -270,6 +273,8 @@ class HybridEngineRollout(RolloutEngine):
             )
         rows = len(prompts.lengths) * plan.samples
         slots = getattr(sampling, "continuous_batch_size", None)
+        if self.cfg.batch_invariant and self._paths.device.type == "cpu":
+            slots = 1  # even an elementwise function goes by where in its vectors a number stands
         if plan.seed is None:
             plan = replace(plan, seed=fresh_seed())
         return _Job(

@@ -251,7 +251,7 @@ BAD_CONFIG = {
     "state_dtype": ["float8", torch.int64, None, "nn"],
     "max_graphs": [0, None],
     "poll_every": [0, 1.5],
-    "batch_invariant": [True],
+    "batch_invariant": [None, 1],
     "train_consistent": [True],
 }
 

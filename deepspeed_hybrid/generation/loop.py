@@ -143,6 +143,7 @@ def _admit(
         [prompts.lengths[requests[index]] for index in first],
         [slots[index] for index in first],
         graphs=arena.prompts,
+        alone=plan.kind.invariant,
     )
     copies = [index for index in range(len(placed)) if owners[index] != index]
     if copies:

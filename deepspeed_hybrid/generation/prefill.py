@@ -25,6 +25,7 @@ def prefill(
     slots: list[int],
     token_budget: int = TOKEN_BUDGET,
     graphs: PromptGraphs | None = None,
+    alone: bool = False,
 ) -> torch.Tensor:
     """Prefill prompts, a group of rows and a chunk of columns at a time.
 
@@ -35,6 +36,7 @@ def prefill(
         token_budget: most tokens of one forward.
         graphs: pads forwards to a few shapes, and captures and replays them; None: exact shapes, eagerly. A prompt
             longer than the budget runs eagerly either way.
+        alone: one prompt at a time, so that none's numbers depend on the others.
 
     Returns:
         Logits of each prompt's last token, [P, V].
@@ -42,9 +44,10 @@ def prefill(
     logits: list[torch.Tensor] = []
     start = 0
     while start < len(lengths):
-        count, shape = _exact_group(lengths[start:], token_budget), None
+        left = lengths[start : start + 1] if alone else lengths[start:]
+        count, shape = _exact_group(left, token_budget), None
         if graphs is not None:
-            count, shape = next_shape(lengths[start:], token_budget)
+            count, shape = next_shape(left, token_budget)
         group = slice(start, start + count)
         columns = ids[group, ids.shape[1] - max(lengths[group]) :]
         if graphs is not None and shape is not None:

@@ -16,6 +16,7 @@ class SamplingKind:
     truncated: bool = False  # top-k, top-p or min-p
     penalised: bool = False  # repetition penalty
     raw_logprobs: bool = False  # logprobs of the model's own distribution
+    invariant: bool = False  # every row gets the bits that it has alone
 
 
 def penalise_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
@@ -32,6 +33,13 @@ def penalise_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: torch
     scores = logits.float()
     factor = penalty[:, None]
     return torch.where(seen, torch.where(scores < 0, scores * factor, scores / factor), scores)
+
+
+def truncate_each(scores: torch.Tensor, *settings: torch.Tensor) -> torch.Tensor:
+    """Like :func:`truncate`, every row by itself. Cumulative sums go by the number of rows, and are no function of
+    their input for one: so every row comes in two copies."""
+    rows = zip(scores.split(1), *(setting.split(1) for setting in settings), strict=True)
+    return torch.cat([truncate(*(part.expand(2, *part.shape[1:]) for part in row))[:1] for row in rows])
 
 
 def truncate(scores: torch.Tensor, top_k: torch.Tensor, top_p_tail: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from deepspeed_hybrid.cache.layers import StepPlan
 from deepspeed_hybrid.cache.slot_cache import SlotCache
 from deepspeed_hybrid.compat import ModelCall
-from deepspeed_hybrid.generation.sampling import SamplingKind, penalise_repetition, truncate
+from deepspeed_hybrid.generation.sampling import SamplingKind, penalise_repetition, truncate, truncate_each
 from deepspeed_hybrid.generation.state import DecodeState
 
 
@@ -61,7 +61,9 @@ def advance(state: DecodeState, logits: torch.Tensor, kind: SamplingKind, choose
     if kind.penalised:
         scores = penalise_repetition(scores, state.seen, state.penalty)
     if kind.truncated:
-        scores = truncate(scores.float() / temperature[:, None], state.top_k, state.top_p_tail, state.min_p)
+        alone = kind.invariant or len(scores) == 1
+        settings = (state.top_k, state.top_p_tail, state.min_p)
+        scores = (truncate_each if alone else truncate)(scores.float() / temperature[:, None], *settings)
     choose(
         scores,
         logits if kind.raw_logprobs else None,

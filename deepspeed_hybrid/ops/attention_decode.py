@@ -52,8 +52,8 @@ def attention_decode(
         query_heads: a multiple of the KV heads; neighbours share one.
         gated: multiply the output with the sigmoid of the gate.
         scaling: of the scores.
-        splits: how many programs share a row's positions on CUDA, 1 to 64, at most one for each block of them; 0
-            chooses by batch size and capacity. A row's output has the same bits in any batch only for the same number.
+        splits: how many programs share a row's positions on CUDA, 1 to 64; 0 chooses by batch
+            size and capacity. A row's output has the same bits in any batch only for the same number.
 
     Returns:
         [B, query_heads * D] in the dtype of ``projected``.

@@ -21,9 +21,13 @@ SHARED_BYTES = 160 * 1024  # of a block
 
 def takes(x: torch.Tensor, weight: torch.Tensor, glu: bool) -> bool:
     """Whether the op computes x [M, K] times weight [N, K]^T, with or without ``glu``, on this card."""
+    return x.shape[0] in ROWS and suits(x, weight, glu)
+
+
+def suits(x: torch.Tensor, weight: torch.Tensor, glu: bool) -> bool:
+    """Whether it would if the rows were few."""
     return (
-        x.shape[0] in ROWS
-        and x.dtype in (torch.bfloat16, torch.float16)
+        x.dtype in (torch.bfloat16, torch.float16)
         and x.shape[1] % INNER_STEP == 0
         and weight.shape[0] >= FEWEST_COLUMNS * (2 if glu else 1)
         and not x.data_ptr() % 16

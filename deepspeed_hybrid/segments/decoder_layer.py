@@ -303,7 +303,6 @@ def attention_decode_step(
         module.o_proj.in_features // module.head_dim,
         module.q_proj.out_features != module.o_proj.in_features,
         module.scaling,
-        0,
     )
 
 

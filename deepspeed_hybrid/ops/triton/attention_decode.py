@@ -268,7 +268,7 @@ def launch(
     wide = keys.dtype == torch.float32
     num_warps = num_warps or (8 if wide and block_d >= 256 else 4)
     num_stages = num_stages or (2 if wide else 3)
-    splits = min(splits, triton.cdiv(capacity, block)) or choose_splits(rows, kv_heads, capacity, block)
+    splits = splits or choose_splits(rows, kv_heads, capacity, block)
     direct = splits == 1
     partial = peaks = totals = None
     if not direct:

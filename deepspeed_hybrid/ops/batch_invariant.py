@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Products whose rows have the same bits in any batch, at the price of reading the weight once for every few rows.
+
+A library picks its kernel, and with it the order of its sums, by the number of rows; few_rows_linear sums a row in one
+order whatever is beside it, and a single row has nothing beside it.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from deepspeed_hybrid.ops import few_rows
+
+SPLITS = 16  # of a row's positions in attention_decode, whatever the batch
+
+
+def rows_at_once(x: torch.Tensor, weight: torch.Tensor, glu: bool) -> int:
+    return few_rows.ROWS[-1] if x.is_cuda and few_rows.suits(x, weight, glu) else 1
+
+
+def normed_linear_in_groups(
+    op: Callable,
+    scaled: torch.Tensor,
+    squares: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    glu: bool,
+) -> torch.Tensor:
+    """``op`` (normed_linear or its reference), a few rows at a time."""
+    step = rows_at_once(scaled, weight, glu)
+    groups = zip(scaled.split(step), squares.split(step, dim=1), strict=True)
+    return torch.cat([op(rows, parts.contiguous(), eps, weight, bias, glu) for rows, parts in groups])
+
+
+def residual_linear_in_groups(
+    op: Callable,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    *norm,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``op`` (residual_linear or its reference), a few rows at a time."""
+    step = rows_at_once(x, weight, False)
+    groups = zip(x.split(step), residual.split(step), strict=True)
+    hidden, scaled, squares = zip(*(op(rows, weight, bias, before, *norm) for rows, before in groups), strict=True)
+    return torch.cat(hidden), torch.cat(scaled), torch.cat(squares, dim=1)
