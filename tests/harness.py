@@ -151,7 +151,6 @@ def feed(cache: SimpleNamespace, tokens: torch.Tensor, start: int, slot: int = 0
         kv_length=end,
         before=torch.tensor([start]),
         after=torch.tensor([end]),
-        write_slots=where,
         write_positions=positions,
         first=start == 0,
     )

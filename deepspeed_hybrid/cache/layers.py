@@ -21,7 +21,6 @@ class StepPlan:
 
     lanes: int
     slots: torch.Tensor | None  # [B] int64 for a prefill; None for a decode step
-    write_slots: torch.Tensor  # [B] int64: the row's slot, or the scratch slot
     write_positions: torch.Tensor  # [B, T] int64: where each token's key and value go
     kv_length: int  # how many cache positions attention reads
     before: torch.Tensor  # [B] int64: tokens of each row so far
@@ -83,10 +82,17 @@ class SlotKVLayer(StaticLayer):
             # Masked positions are still multiplied by zero: a NaN that an earlier row left there would spread.
             for buffer in (self.keys, self.values):
                 buffer.index_fill_(0, plan.slots, 0.0)
-        where = (plan.write_slots[:, None], slice(None), plan.write_positions)
+        rows = plan.slots if plan.slots is not None else self.holder.once("write_slots", self._write_slots)
+        where = (rows[:, None], slice(None), plan.write_positions)
         self.keys[where] = key_states.transpose(1, 2)
         self.values[where] = value_states.transpose(1, 2)
         return self._read(self.keys, plan), self._read(self.values, plan)
+
+    def _write_slots(self) -> torch.Tensor:
+        """[B] int64: every lane's slot in a decode step, or the scratch slot where it is parked."""
+        plan = self.holder.plan
+        lanes = torch.arange(plan.lanes, device=plan.before.device)
+        return lanes if plan.parked is None else lanes.masked_fill(plan.parked, self.slots)
 
     @staticmethod
     def _read(buffer: torch.Tensor, plan: StepPlan) -> torch.Tensor:

@@ -45,7 +45,6 @@ def prompt_logits(
         slots=slots,
         kv_length=kv_length,
         first=start == 0,
-        write_slots=slots,
         write_positions=positions.masked_fill(~real, cache.capacity - 1),  # where() would copy the number from here
         before=(start - padding).clamp(min=0),
         after=(end - padding).clamp(min=0),

@@ -35,14 +35,12 @@ def decode_step(
         choose: the ``decode_step`` op, or its torch reference.
     """
     lanes = state.token.numel()
-    slots = torch.arange(lanes, device=state.token.device)
     position, parked = state.position[:, None], ~state.active
     plan = StepPlan(
         lanes=lanes,
         slots=None,
         kv_length=kv_length,
         parked=parked,
-        write_slots=slots.masked_fill(parked, cache.scratch),
         write_positions=position,
         before=state.position,
         after=state.position + 1,
