@@ -20,6 +20,7 @@ from deepspeed_hybrid.ops.attention_decode import attention_decode, attention_de
 from deepspeed_hybrid.ops.batch_invariant import SPLITS, normed_linear_in_groups, residual_linear_in_groups
 from deepspeed_hybrid.ops.decode_step import decode_step, decode_step_reference
 from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves, fused_silu_mul_halves_reference
+from deepspeed_hybrid.ops.gdn_conv import gdn_conv
 from deepspeed_hybrid.ops.gdn_decode import gdn_decode, gdn_decode_reference
 from deepspeed_hybrid.ops.gdn_gates import gdn_gates, gdn_gates_reference
 from deepspeed_hybrid.ops.loader import op_obstacle, triton_obstacle
@@ -29,6 +30,7 @@ from deepspeed_hybrid.segments.gathered import GatheredWeights, is_partitioned, 
 from deepspeed_hybrid.segments.gdn import check_scans
 from deepspeed_hybrid.segments.injection import HEAD, Injection
 from deepspeed_hybrid.segments.plan import Segment, plan_segments
+from deepspeed_hybrid.segments.prompts import MODELS_OWN, PromptOps
 
 OPS: dict[str, tuple[Callable, Callable]] = {
     "decode_step": (decode_step, decode_step_reference),
@@ -136,7 +138,14 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
         graph=graph,
         choose=ops["decode_step"],
         injection=Injection(
-            model, fused_kinds, may_move, ops["fused_silu_mul_halves"], ops["gdn_gates"], chain, gathered
+            model,
+            fused_kinds,
+            may_move,
+            ops["fused_silu_mul_halves"],
+            ops["gdn_gates"],
+            chain,
+            gathered,
+            prompt_ops(device, cfg.segki_backend, off),
         ),
         layers=layers,
         off=off,
@@ -214,9 +223,7 @@ def chain_ops(device: torch.device, backend: str, batch_invariant: bool = False)
             gdn_decode_reference,
             attention_decode_reference,
         )
-    if backend in ("cuda", "torch"):
-        return f"segki_backend is {backend!r}"
-    obstacle = triton_obstacle()
+    obstacle = _triton_off(backend)
     if obstacle:
         return obstacle
     products = fused_linear.normed_linear, fused_linear.residual_linear
@@ -224,6 +231,22 @@ def chain_ops(device: torch.device, backend: str, batch_invariant: bool = False)
         products = partial(normed_linear_in_groups, products[0]), partial(residual_linear_in_groups, products[1])
     attention = partial(attention_decode, splits=SPLITS) if batch_invariant else attention_decode
     return DecodeOps(fused_linear.normed_rows, *products, gdn_decode, attention)
+
+
+def prompt_ops(device: torch.device, backend: str, off: dict[str, str]) -> PromptOps:
+    """Triton's on CUDA; on a CPU the model's own code, for the very bits of it."""
+    if device.type != "cuda":
+        return MODELS_OWN
+    obstacle = _triton_off(backend)
+    if obstacle:
+        off["prompt ops"] = obstacle
+        return MODELS_OWN
+    return PromptOps(gdn_conv, fused_linear.normed_rows)
+
+
+def _triton_off(backend: str) -> str | None:
+    """Why the Triton ops are not used on a CUDA device, or None."""
+    return f"segki_backend is {backend!r}" if backend in ("cuda", "torch") else triton_obstacle()
 
 
 def segments_obstacle(segments: list[Segment]) -> str | None:

@@ -16,6 +16,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from deepspeed_hybrid.compat import GdnKernels, gdn_kernels, text_model
+from deepspeed_hybrid.ops.gdn_decode import MAX_CONV_KERNEL
 from deepspeed_hybrid.segments.apply import Binding
 from deepspeed_hybrid.segments.known_forwards import GATED_DELTA_NET, has_known_forward
 from deepspeed_hybrid.segments.weights import FusedLinear
@@ -23,15 +24,18 @@ from deepspeed_hybrid.segments.weights import FusedLinear
 # Shapes: B rows, T tokens, D hidden, C conv channels, K conv kernel, HK/HV key/value heads, DK/DV their dims.
 
 
-def gdn_binding(module: nn.Module, fused: FusedLinear | None, gates: Callable) -> Binding:
+def gdn_binding(module: nn.Module, fused: FusedLinear | None, gates: Callable, conv: Callable | None) -> Binding:
     """Our forward for one GatedDeltaNet layer.
 
     Args:
         module: the layer.
         fused: its input projections as one product, or None to call them one by one.
         gates: the ``gdn_gates`` op, or its reference.
+        conv: the ``gdn_conv`` op for prompts, where the layer's conv is one that it does; None: torch's conv.
     """
-    return Binding(module, partial(gdn_forward, module, gdn_kernels(module), fused, gates))
+    if module.activation not in ("silu", "swish") or module.conv_kernel_size > MAX_CONV_KERNEL:
+        conv = None
+    return Binding(module, partial(gdn_forward, module, gdn_kernels(module), fused, gates, conv))
 
 
 def is_gdn(module: nn.Module) -> bool:
@@ -60,6 +64,7 @@ def gdn_forward(
     kernels: GdnKernels,
     fused: FusedLinear | None,
     gates: Callable,
+    conv: Callable | None,
     hidden_states: torch.Tensor,
     cache=None,
     attention_mask=None,
@@ -77,9 +82,13 @@ def gdn_forward(
     qkv, z, b, a = project(module, fused, hidden_states)
     layer.ensure(qkv, module.conv_kernel_size, (module.num_v_heads, module.head_k_dim, module.head_v_dim))
     window, state = layer.read()
-    qkv, window = convolve(module, qkv, window, plan.parked)
+    if conv is None or plan.slots is None:
+        query, key, value, window = convolve(module, qkv, window, plan.parked)
+    else:
+        weight, bias = module.conv1d.weight[:, 0], module.conv1d.bias
+        query, key, value, window = conv(qkv, window, weight, bias, module.key_dim, module.value_dim)
     beta, g = gates(b, a, module.A_log, module.dt_bias, plan.parked)
-    core, state = scan(module, kernels, qkv, beta, g, state, recurrent=plan.slots is None)
+    core, state = scan(module, kernels, query, key, value, beta, g, state, recurrent=plan.slots is None)
     layer.write(window, state)
 
     batch, length, _ = hidden_states.shape
@@ -103,8 +112,9 @@ def project(module: nn.Module, fused: FusedLinear | None, hidden_states: torch.T
 
 def convolve(
     module: nn.Module, qkv: torch.Tensor, window: torch.Tensor, parked: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal depthwise conv and activation over [B, T, C]; also the window [B, C, K] that the next tokens need.
+) -> tuple[torch.Tensor, ...]:
+    """Causal depthwise conv and activation over [B, T, C], as q, k and v; also the window [B, C, K] that the next
+    tokens need.
 
     Where lanes can be parked (a decode step) the window's oldest column, which one token does not reach, is left out.
     With it a prefill has the widths, and so the bits, of transformers' own.
@@ -113,21 +123,23 @@ def convolve(
     reached = window if parked is None else window[..., 1:]
     extended = torch.cat([reached, qkv.transpose(1, 2)], dim=-1)
     convolved = F.conv1d(extended, module.conv1d.weight, module.conv1d.bias, groups=extended.shape[1])
-    return ACT2FN[module.activation](convolved[..., -length:]).transpose(1, 2), extended[..., -kernel:]
+    mixed = ACT2FN[module.activation](convolved[..., -length:]).transpose(1, 2)
+    return *mixed.split([module.key_dim, module.key_dim, module.value_dim], dim=-1), extended[..., -kernel:]
 
 
 def scan(
     module: nn.Module,
     kernels: GdnKernels,
-    qkv: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     beta: torch.Tensor,
     g: torch.Tensor,
     state: torch.Tensor | None,
     recurrent: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gated delta rule: [B, T, HV, DV] and the state after it, [B, HV, DK, DV]."""
-    batch, length, _ = qkv.shape
-    query, key, value = torch.split(qkv, [module.key_dim, module.key_dim, module.value_dim], dim=-1)
+    batch, length, _ = query.shape
     query = query.reshape(batch, length, -1, module.head_k_dim)
     key = key.reshape(batch, length, -1, module.head_k_dim)
     value = value.reshape(batch, length, -1, module.head_v_dim)

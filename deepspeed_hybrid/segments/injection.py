@@ -24,6 +24,7 @@ from deepspeed_hybrid.segments.gdn import check_scans, gdn_binding, is_gdn
 from deepspeed_hybrid.segments.mlp import glu_binding
 from deepspeed_hybrid.segments.norm import as_rms_norm, rms_norm
 from deepspeed_hybrid.segments.plan import ATTENTION, GDN, GLU, Segment, plan_segments
+from deepspeed_hybrid.segments.prompts import MODELS_OWN, PromptOps, norm_binding, prompt_norms
 from deepspeed_hybrid.segments.replayable import prompt_obstacle
 from deepspeed_hybrid.segments.weights import PACKED, FusedLinear, WeightSyncReport, refresh, sync, timed
 
@@ -46,6 +47,7 @@ class Injection:
         gates: the ``gdn_gates`` op, or its reference.
         chain: the ops of whole decoder layers in a decode step, or why there are none.
         gathered: the copies to generate with where ZeRO-3 has partitioned the parameters, or None.
+        prompt: the ops of a prompt's forward. That of norms is for kinds 'all' only: they are in no one segment.
     """
 
     def __init__(
@@ -57,10 +59,11 @@ class Injection:
         gates: Callable,
         chain: DecodeOps | str,
         gathered: GatheredWeights | None = None,
+        prompt: PromptOps = MODELS_OWN,
     ):
         self.model, self.kinds, self.may_move = model, kinds, may_move
         self.silu_mul, self.gates, self.chain = silu_mul, gates, chain
-        self.gathered = gathered
+        self.gathered, self.prompt = gathered, prompt
         self._plan_anew()
         self.fused: dict[str, FusedLinear] = {}
         self.bindings: list[Binding] = []
@@ -87,7 +90,7 @@ class Injection:
         self.fused = {segment.path: FusedLinear(segment.projections, self.may_move) for segment in self._chosen}
         inputs = {id(segment.module): self.fused[segment.path] for segment in self._chosen if segment.kind == GDN}
         bindings = [
-            gdn_binding(module, inputs.get(id(module)), self.gates)
+            gdn_binding(module, inputs.get(id(module)), self.gates, self.prompt.gdn_conv)
             for module in self.model.modules()
             if is_gdn(module)
         ]
@@ -99,6 +102,8 @@ class Injection:
                 bindings.extend(attention_bindings(segment.projections, fused))
         if isinstance(self.chain, DecodeOps):
             bindings.extend(self._chains(self.chain))
+        if self.prompt.normed_rows is not None:
+            bindings.extend(norm_binding(module, self.prompt.normed_rows) for module in self.norms)
         self.bindings = bindings
 
     def _chains(self, ops: DecodeOps) -> list[Binding]:
@@ -124,22 +129,24 @@ class Injection:
 
     def replan(self) -> bool:
         """Look at the modules again (an adapter, a hook, another layer); whether the plan is another one."""
-        before = self.segments, self.unchained, self.prompt_obstacle
+        before = self.segments, self.unchained, self.norms, self.prompt_obstacle
         self._plan_anew()
-        return (self.segments, self.unchained, self.prompt_obstacle) != before
+        return (self.segments, self.unchained, self.norms, self.prompt_obstacle) != before
 
     def _plan_anew(self) -> None:
-        """The segments, which layers are no chains, and why the forward of prompts is not captured (None: it is)."""
-        self.segments, self.unchained, self.prompt_obstacle = self._plan()
+        """The segments, which layers are no chains, which norms run our forward, and why the forward of prompts is not
+        captured (None: it is)."""
+        self.segments, self.unchained, self.norms, self.prompt_obstacle = self._plan()
         # Whether some attention layer runs the model's own forward in a decode step, which wants a mask.
         kinds = enumerate(layer_kinds(self.model))
         self.masked = any(kind == "full_attention" and self.unchained[index] for index, kind in kinds)
 
-    def _plan(self) -> tuple[list[Segment], dict[int, str | None], str | None]:
+    def _plan(self) -> tuple[list[Segment], dict[int, str | None], list[nn.Module], str | None]:
         with self.gathered.bare() if self.gathered is not None else nullcontext():
             check_scans(self.model)
             segments = [] if self.kinds is None else plan_segments(self.model, self.kinds)
-            return segments, self._unchained(segments), prompt_obstacle(self.model)
+            unchained = self._unchained(segments)
+            return segments, unchained, self._norms(unchained), prompt_obstacle(self.model)
 
     def _unchained(self, segments: list[Segment]) -> dict[int, str | None]:
         """Why the decode step of each layer (and of HEAD) is not one chain; None where it is."""
@@ -152,6 +159,13 @@ class Injection:
             of_layer[segment.layer].append(segment)
         reasons = {index: decoder_layer_obstacle(layer, of_layer[index]) for index, layer in enumerate(decoder.layers)}
         return {HEAD: head_obstacle(self.model, decoder, self.model.get_output_embeddings()), **reasons}
+
+    def _norms(self, unchained: dict[int, str | None]) -> list[nn.Module]:
+        """Those that run our forward; the last one does so in the head's product where that is chained."""
+        if self.prompt.normed_rows is None or self.kinds != "all":
+            return []
+        chained = text_model(self.model).norm if unchained[HEAD] is None else None
+        return [module for module in prompt_norms(self.model) if module is not chained]
 
     @contextmanager
     def bound(self) -> Iterator[None]:
@@ -208,7 +222,7 @@ class Injection:
         return gathered + sum(linear.packed_bytes for linear in self.fused.values())
 
     def rows(self) -> list[tuple[str, str, str, str, str]]:
-        """Layer, segment, kernel, weight mode and reason of every planned segment."""
+        """Layer, segment, kernel, weight mode and reason of every planned segment, and of all norms together."""
         modes, table = self._modes(), []
         for segment in self.segments:
             kernel = "left alone" if segment.reason else "one product of " + " ".join(segment.names)
@@ -217,4 +231,7 @@ class Injection:
         for index, reason in self.unchained.items():
             where = "head" if index == HEAD else str(index)
             table.append((where, "decode_step", "left alone" if reason else "one chain of ops", "-", reason or ""))
-        return sorted(table, key=lambda row: float("inf") if row[0] == "head" else int(row[0]))
+        table.sort(key=lambda row: float("inf") if row[0] == "head" else int(row[0]))
+        if self.norms:
+            table.append(("all", "norm", f"one launch for each of {len(self.norms)}", "-", ""))
+        return table

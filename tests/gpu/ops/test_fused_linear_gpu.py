@@ -130,7 +130,7 @@ def test_odd_sizes_of_residual_linear(dtype, bias, offset, rows):
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-@pytest.mark.parametrize("size", [1, 3, 127, HIDDEN, INNER])
+@pytest.mark.parametrize("size", [1, 3, 127, 128, 256, HIDDEN, INNER])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_normed_rows(dtype, size, offset):
     hidden, norm = normal(64, size, dtype=dtype, seed=1, scale=4).cuda(), normal(size, dtype=dtype, seed=2).cuda()
@@ -140,6 +140,8 @@ def test_normed_rows(dtype, size, offset):
     assert squares.shape == (0, 64)
     wider = slice_of_poison(hidden, 2 * size + 3)
     assert same_bits(normed_rows(wider, norm, offset, EPS)[0], normed)
+    for first, last in ((0, 1), (63, 64), (5, 18)):  # among any others, and in programs that are not full
+        assert same_bits(normed_rows(hidden[first:last], norm, offset, EPS)[0], normed[first:last])
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 16])

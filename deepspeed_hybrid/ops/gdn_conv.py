@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""The short conv of a GatedDeltaNet layer over the tokens of a prompt: from the input projection to q, k and v.
+
+The window is in the order of time, its last column the token before the first of these.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from deepspeed_hybrid.ops.gdn_decode import MAX_CONV_KERNEL, MODEL_DTYPES, WEIGHT_DTYPES
+from deepspeed_hybrid.ops.inference import refuse_gradients
+
+# Shapes: B rows, T tokens, C conv channels, K conv kernel.
+
+
+class ConvSizes(NamedTuple):
+    rows: int
+    tokens: int
+    channels: int
+    kernel: int
+
+
+def gdn_conv_reference(
+    qkv: torch.Tensor,
+    window: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    key_dim: int,
+    value_dim: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What :func:`gdn_conv` does, in plain torch on any device."""
+    sizes = checked_sizes(qkv, window, conv_weight, conv_bias, key_dim, value_dim)
+    extended = torch.cat([window, qkv.transpose(1, 2)], dim=-1)
+    bias = None if conv_bias is None else conv_bias.float()
+    mixed = F.conv1d(extended.float(), conv_weight.float()[:, None], bias, groups=sizes.channels)
+    mixed = F.silu(mixed[..., -sizes.tokens :]).to(qkv.dtype).transpose(1, 2)
+    query, key, value, new_window = (
+        part.clone(memory_format=torch.contiguous_format)
+        for part in (*mixed.split([key_dim, key_dim, value_dim], dim=-1), extended[..., -sizes.kernel :])
+    )
+    return query, key, value, new_window
+
+
+@torch.library.custom_op("deepspeed_hybrid::gdn_conv", mutates_args=(), device_types="cuda")
+def gdn_conv(
+    qkv: torch.Tensor,
+    window: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    key_dim: int,
+    value_dim: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Causal depthwise conv and SiLU over qkv, as three packed tensors, and the window that the next tokens need.
+
+    Sums are fp32, and a result is rounded once. Hugging Face rounds to the model's dtype between conv and activation.
+
+    On CUDA this is one launch, in which every token is read from memory once, without a host sync; the first call for
+    a set of sizes and dtypes compiles it. A token's bits follow from the K tokens that the conv reaches, whatever lies
+    around them and however a sequence is cut. On a CPU it is :func:`gdn_conv_reference`. There is no gradient.
+
+    Args:
+        qkv: [B, T, C] fp32, bf16 or fp16, contiguous in the last dimension; columns of a wider tensor will do. At
+            least one token.
+        window: [B, C, K] in qkv's dtype, contiguous: the K tokens before these; zeros before the first of a sequence.
+        conv_weight: [C, K] of any float dtype; the last tap is for the newest token.
+        conv_bias: [C] of any float dtype, or None.
+        key_dim, value_dim: columns of q, of k, and of v; C = 2 * key_dim + value_dim.
+
+    Returns:
+        q and k [B, T, key_dim], v [B, T, value_dim] and the new window [B, C, K], all in qkv's dtype and contiguous.
+
+    Raises:
+        RuntimeError: an argument of another dtype, shape, layout or device.
+    """
+    from deepspeed_hybrid.ops.triton.gdn_conv import launch  # here, because a torch for CPUs has no Triton
+
+    return launch(qkv, window, conv_weight, conv_bias, key_dim, value_dim)
+
+
+@gdn_conv.register_fake
+def _(qkv, window, conv_weight, conv_bias, key_dim, value_dim):
+    query, key, value = (qkv.new_empty(*qkv.shape[:2], width) for width in (key_dim, key_dim, value_dim))
+    return query, key, value, window.new_empty(window.shape)
+
+
+gdn_conv.register_kernel("cpu")(gdn_conv_reference)
+refuse_gradients(gdn_conv, "gdn_conv")
+
+
+def checked_sizes(
+    qkv: torch.Tensor,
+    window: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    key_dim: int,
+    value_dim: int,
+) -> ConvSizes:
+    """The sizes, from arguments that fit each other; otherwise a RuntimeError that names one."""
+    for name, tensor in (("qkv", qkv), ("window", window)):
+        if tensor.dim() != 3:
+            raise RuntimeError(f"{name} must have 3 dimensions, got shape {tuple(tensor.shape)}")
+    rows, tokens, channels = qkv.shape
+    sizes = ConvSizes(rows, tokens, channels, window.shape[2])
+    if tokens < 1:
+        raise RuntimeError("qkv must have at least one token")
+    if qkv.stride(2) != 1 and channels > 1:
+        raise RuntimeError(f"the last dimension of qkv must be contiguous, got strides {qkv.stride()}")
+    if not 1 <= sizes.kernel <= MAX_CONV_KERNEL:
+        raise RuntimeError(f"window must have 1 to {MAX_CONV_KERNEL} columns, got {sizes.kernel}")
+    if key_dim < 1 or value_dim < 1 or 2 * key_dim + value_dim != channels:
+        raise RuntimeError(
+            f"twice key_dim and value_dim must be the {channels} channels of qkv, got {key_dim} and {value_dim}"
+        )
+    expected = {
+        "qkv": (qkv, tuple(qkv.shape), MODEL_DTYPES),
+        "window": (window, (rows, channels, sizes.kernel), (qkv.dtype,)),
+        "conv_weight": (conv_weight, (channels, sizes.kernel), WEIGHT_DTYPES),
+        "conv_bias": (conv_bias, (channels,), WEIGHT_DTYPES),
+    }
+    for name, (tensor, shape, dtypes) in expected.items():
+        if tensor is None:
+            continue
+        if tensor.dtype not in dtypes:
+            accepted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise RuntimeError(f"{name} must be {accepted}, got {tensor.dtype}")
+        if tuple(tensor.shape) != shape:
+            raise RuntimeError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+        if tensor is not qkv and not tensor.is_contiguous():
+            raise RuntimeError(f"{name} must be contiguous, got strides {tensor.stride()}")
+        if tensor.device != qkv.device:
+            raise RuntimeError(f"{name} is on {tensor.device}, qkv on {qkv.device}")
+    return sizes
