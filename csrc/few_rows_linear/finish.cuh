@@ -55,24 +55,39 @@ __device__ __forceinline__ float sum_of_warp(float value)
     return value;
 }
 
-// 1 / rms of every row, by one warp. Lanes that are kRows apart share a row.
+// 1 / rms of every row, by one warp. A row's partial sums are dealt out to four shares whatever the
+// shape, so that they are added up in one order; lanes that are kRows apart share a row's shares.
 template <typename S>
 __device__ __forceinline__ void find_factors(const FewRowsArguments& args, float* factors)
 {
+    constexpr int kShares = 4, kLanes = kWarp / S::kRows, kOfLane = kShares / kLanes;
+    static_assert(kLanes <= kShares && kShares % kLanes == 0, "whole shares for a lane");
     const int lane = threadIdx.x % kWarp, row = lane % S::kRows;
-    float sum = 0.0f;
+    float share[kOfLane] = {};
     if (row < args.rows) {
+#pragma unroll
+        for (int i = 0; i < kOfLane; ++i) {
 #pragma unroll 16
-        for (int part = lane / S::kRows; part < args.parts; part += kWarp / S::kRows) {
-            sum += args.squares[static_cast<int64_t>(part) * args.rows + row];
+            for (int part = lane / S::kRows + i * kLanes; part < args.parts; part += kShares) {
+                share[i] += args.squares[static_cast<int64_t>(part) * args.rows + row];
+            }
+        }
+    }
+    // Neighbours first, then the two halves: across lanes as far as they go, then within this one.
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i) {
+#pragma unroll
+        for (int offset = S::kRows; offset < kWarp; offset *= 2) {
+            share[i] += __shfl_xor_sync(kAllLanes, share[i], offset);
         }
     }
 #pragma unroll
-    for (int offset = S::kRows; offset < kWarp; offset *= 2) {
-        sum += __shfl_xor_sync(kAllLanes, sum, offset);
+    for (int count = kOfLane; count > 1; count /= 2) {
+#pragma unroll
+        for (int i = 0; i < count / 2; ++i) share[i] = share[2 * i] + share[2 * i + 1];
     }
     if (lane < S::kRows) {
-        factors[row] = args.squares ? 1.0f / sqrtf(sum / args.inner + args.eps) : 1.0f;
+        factors[row] = args.squares ? 1.0f / sqrtf(share[0] / args.inner + args.eps) : 1.0f;
     }
 }
 

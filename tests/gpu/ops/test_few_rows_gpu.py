@@ -89,8 +89,9 @@ def test_fp16(around, m):
 
 
 @pytest.mark.parametrize("around", [AROUND["norm and bias"], AROUND["glu"], AROUND["residual"]], ids=str)
-def test_a_row_has_the_same_bits_in_any_batch(around):
-    arguments = case(32, 528, 2560, **around)
+@pytest.mark.parametrize("n, k", [(528, 2560), (8192, 128)], ids=str)  # so many columns show one bit of a factor
+def test_a_row_has_the_same_bits_in_any_batch(around, n, k):
+    arguments = case(32, n, k, **around)
     together = run(arguments)
     for m in (1, 3, 8, 16, 20):
         fewer = dict(arguments)
