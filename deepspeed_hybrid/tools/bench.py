@@ -120,12 +120,12 @@ def bench_decode(
             if kernels and has_cuda():
                 row["kernels"] = _kernels(rollout, request)
             rows.append(row)
+            if out is not None:  # at once: a run that is cut short leaves what it has
+                results.write_json(out, results.measurement(f"greedy decode, {model_config}", rows))
             rollout.release_memory()
     for rollout in rollouts:
         rollout.shutdown()
 
-    if out is not None:
-        results.write_json(out, results.measurement(f"greedy decode, {model_config}", rows))
     if plot is not None:
         lines = {
             f"{model_config}, segki {mode}": [row["tok_s"] for row in rows if row["segki"] == mode]
