@@ -6,12 +6,14 @@
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import transformers
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 from transformers.cache_utils import Cache, LinearAttentionLayer, StaticLayer
@@ -105,7 +107,10 @@ def own_attention(implementation: str) -> bool:
     if implementation == "eager":
         return True
     function = ALL_ATTENTION_FUNCTIONS.get(implementation)
-    return function is None or (getattr(function, "__module__", None) or "").startswith("transformers.")
+    if function is None:
+        return True
+    code = getattr(function, "__code__", None)  # what a wrapper says of itself may be copied
+    return code is not None and code.co_filename.startswith(os.path.dirname(transformers.__file__))
 
 
 def text_config(model: nn.Module):

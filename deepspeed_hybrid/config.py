@@ -31,7 +31,7 @@ class HybridEngineRolloutConfig:
             dropped first.
         poll_every: replays between two looks at the stop flags.
         batch_invariant: a row's tokens and logprobs independent of its batch mates, slot and bucket to the last bit:
-            prompts one at a time, products by kernels that sum a row in one order. It costs time from 17 rows on, and
+            prompts one at a time, products by kernels that sum a row in one order. It costs time, and
             wants every layer to be a decode chain; an error where one is not. On a CPU rows run one by one. On a GPU
             it is not confirmed in bf16 yet.
         train_consistent: decode reductions arranged like the training forward's. Not available yet.

@@ -15,9 +15,14 @@ from torch import nn
 from deepspeed_hybrid.compat import ModelCall, causal_model, gdn_kernels, layer_kinds, text_model
 from deepspeed_hybrid.config import HybridEngineRolloutConfig
 from deepspeed_hybrid.generation.prefill import TOKEN_BUDGET
-from deepspeed_hybrid.ops import fused_linear
+from deepspeed_hybrid.ops import few_rows, fused_linear
 from deepspeed_hybrid.ops.attention_decode import attention_decode, attention_decode_reference
-from deepspeed_hybrid.ops.batch_invariant import SPLITS, normed_linear_in_groups, residual_linear_in_groups
+from deepspeed_hybrid.ops.batch_invariant import (
+    SPLITS,
+    attention_of_one_row,
+    normed_linear_in_groups,
+    residual_linear_in_groups,
+)
 from deepspeed_hybrid.ops.decode_step import decode_step, decode_step_reference
 from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves, fused_silu_mul_halves_reference
 from deepspeed_hybrid.ops.gdn_conv import gdn_conv
@@ -128,6 +133,10 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
     may_move = zero_stage(engine) == 0
     ops = {name: _op(name, op, reference, device, cfg, off) for name, (op, reference) in OPS.items()}
     chain = chain_ops(device, cfg.segki_backend, cfg.batch_invariant)
+    if device.type == "cuda" and isinstance(chain, DecodeOps):
+        obstacle = few_rows.obstacle(device.index)
+        if obstacle:
+            off["few_rows_linear op"] = obstacle
     if fused_kinds is not None and isinstance(chain, str):
         if cfg.segki_backend == "triton":
             raise RuntimeError(f"segki_backend='triton' cannot be honoured: {chain}")
@@ -221,7 +230,9 @@ def chain_ops(device: torch.device, backend: str, batch_invariant: bool = False)
             fused_linear.normed_linear_reference,
             fused_linear.residual_linear_reference,
             gdn_decode_reference,
-            attention_decode_reference,
+            partial(attention_of_one_row, attention_decode_reference)
+            if batch_invariant
+            else attention_decode_reference,
         )
     obstacle = _triton_off(backend)
     if obstacle:

@@ -93,6 +93,7 @@ class HybridEngineRollout(RolloutEngine):
         )
         self._look()
         self._changes = 0  # how often the model was found changed
+        self._unfit = False  # whether the arena was made before the last change
         self._last_profile: dict | None = None
         self._last_continuous_stats: dict | None = None
         self._run = 0  # counts calls, so that an iterator left open knows when its slots were taken
@@ -177,8 +178,9 @@ class HybridEngineRollout(RolloutEngine):
                     raise RuntimeError("generate_iter() went on after shutdown()")
                 if run != self._run:
                     raise RuntimeError("generate_iter() was overtaken: another call has used its slots since")
-                if self._follow_weights() and rounds is None:
-                    self._arena.release()  # as at the start of a call
+                self._follow_weights()
+                if rounds is None:
+                    self._release_unfit()  # as at the start of a call
                 begun = self._changes if rounds is None else begun
                 if begun != self._changes and self._graphs is not None:
                     raise RuntimeError("the model was changed while rows were running in a captured graph")
@@ -252,9 +254,8 @@ class HybridEngineRollout(RolloutEngine):
                 "engine.module is another model than when this rollout was made; make a new HybridEngineRollout"
             )
         call = self._paths.call
-        if self._follow_weights():
-            self._run += 1  # an iterator that is still open stood on what is released here
-            self._arena.release()  # another dtype or width would not fit its buffers
+        self._follow_weights()
+        self._run += self._release_unfit()  # an iterator that is still open stood on what is released here
         self._injection.check()
         prompts = check_prompts(request.prompt_ids, request.prompt_attention_mask, call.known_ids, self._paths.device)
         plan = check_sampling(
@@ -273,8 +274,8 @@ class HybridEngineRollout(RolloutEngine):
             )
         rows = len(prompts.lengths) * plan.samples
         slots = getattr(sampling, "continuous_batch_size", None)
-        if self.cfg.batch_invariant and self._paths.device.type == "cpu":
-            slots = 1  # even an elementwise function goes by where in its vectors a number stands
+        # On a CPU even an elementwise function goes by where in its vectors a number stands.
+        alone = self.cfg.batch_invariant and self._paths.device.type == "cpu"
         if plan.seed is None:
             plan = replace(plan, seed=fresh_seed())
         return _Job(
@@ -282,7 +283,7 @@ class HybridEngineRollout(RolloutEngine):
             prompts=prompts,
             plan=plan,
             rows=rows,
-            slots=min(rows, slots or rows),
+            slots=1 if alone else min(rows, slots or rows),
             continuous_slots=slots,
             answers=Answers.empty(rows, plan.max_new_tokens, self._paths.device),
             stats=LoopStats(),
@@ -310,12 +311,19 @@ class HybridEngineRollout(RolloutEngine):
             self._follow_weights()
         return self._injection.sync()
 
-    def _follow_weights(self) -> bool:
-        """Plan and fuse anew, and drop the graphs, where anything about the model has changed; whether it has."""
+    def _release_unfit(self) -> bool:
+        """Give up buffers made for a model that has changed since: another dtype or width would not fit them."""
+        unfit, self._unfit = self._unfit, False
+        if unfit:
+            self._arena.release()
+        return unfit
+
+    def _follow_weights(self) -> None:
+        """Plan and fuse anew, and drop the graphs, where anything about the model has changed."""
         now = fingerprint(self._paths.call.model)
-        changed = now != self._seen
-        if changed:
+        if now != self._seen:
             self._changes += 1
+            self._unfit = True
             self._injection.replan()
             self._injection.follow()
             self._look()  # again: parameters may have been moved next to one another
@@ -324,7 +332,6 @@ class HybridEngineRollout(RolloutEngine):
             if self._arena.holds_graphs():
                 logger.warning("deepspeed_hybrid: the model was changed; captured graphs are dropped")
             self._arena.drop_graphs()
-        return changed
 
     # ---------------------------------------------------------------------------------------------------- reports
 

@@ -80,6 +80,7 @@ __device__ __forceinline__ void store_sums(const Sums<S>& sums, float* shared)
 template <typename Element, typename S, bool glu>
 __global__ void __launch_bounds__(kThreads, 2) few_rows_linear(const FewRowsArguments args)
 {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900  // on older cards it is never launched
     extern __shared__ uint4 memory[];
     float* const shared = reinterpret_cast<float*>(memory + S::kRing);
     float* const factors = shared + S::kSums;
@@ -106,6 +107,8 @@ __global__ void __launch_bounds__(kThreads, 2) few_rows_linear(const FewRowsArgu
         finish.store(tile, shared, factors);
         synchronise(args.split);
     }
+    wait_for_copies<0>();  // of x, where a share has fewer blocks than the ring
+#endif
 }
 
 template <typename Element, typename S, bool glu>
@@ -142,10 +145,8 @@ void launch(const FewRowsArguments& args, cudaStream_t stream)
 {
     if (args.rows <= 8) {
         launch<Element, 8, 5, 3>(args, stream);
-    } else if (args.rows <= 16) {
-        launch<Element, 16, 4, 2>(args, stream);
     } else {
-        launch<Element, 32, 2, 2>(args, stream);
+        launch<Element, 16, 4, 2>(args, stream);
     }
 }
 

@@ -11,7 +11,7 @@
 
 namespace ds_hybrid {
 
-constexpr int kMostRows = 32;
+constexpr int kMostRows = 16;
 constexpr int kInnerStep = 64;      // the inner dimension is a multiple of it
 constexpr int kWideColumns = 48;    // rows of the weight that a block of threads takes at a time
 constexpr int kMostSplit = 4;       // blocks of threads that share a tile

@@ -14,7 +14,6 @@ namespace cg = cooperative_groups;
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// Clusters are there from Hopper on, as is all that this op is launched on.
 __device__ __forceinline__ const float* of_block(float* shared, int split, int rank)
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

@@ -25,7 +25,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> few_rows_linear(
     TORCH_CHECK(x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf,
                 "few_rows_linear: x must be bfloat16 or float16, got ", x.scalar_type());
     TORCH_CHECK(x.size(0) >= 1 && x.size(0) <= kMostRows,
-                "few_rows_linear: x must have 1 to 32 rows, got ", text(x.size(0)));
+                "few_rows_linear: x must have 1 to 16 rows, got ", text(x.size(0)));
     TORCH_CHECK(x.size(1) % kInnerStep == 0,
                 "few_rows_linear: the columns of x must be a multiple of 64, got ",
                 text(x.size(1)));
@@ -85,5 +85,5 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> few_rows_linear(
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
 {
     m.def("few_rows_linear", &ds_hybrid::few_rows_linear,
-          "product of up to 32 rows with what lies around it (CUDA)");
+          "product of up to 16 rows with what lies around it (CUDA)");
 }

@@ -16,6 +16,22 @@ from deepspeed_hybrid.ops import few_rows
 SPLITS = 16  # of a row's positions in attention_decode, whatever the batch
 
 
+def attention_of_one_row(
+    op: Callable,
+    projected: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    position: torch.Tensor,
+    *rest,
+) -> torch.Tensor:
+    """``op`` (attention_decode's reference on a CPU) over what a row has written, not over all that it may yet write:
+    there the capacity, which goes by other rows, decides in which order is summed."""
+    length = int(position.max()) + 1 if len(position) else 0
+    return op(projected, cos, sin, keys[:, :, :length], values[:, :, :length], position, *rest)
+
+
 def rows_at_once(x: torch.Tensor, weight: torch.Tensor, glu: bool) -> int:
     return few_rows.ROWS[-1] if x.is_cuda and few_rows.suits(x, weight, glu) else 1
 

@@ -3,14 +3,15 @@
 # DeepSpeed Team
 """The product of 1 to 16 rows with a large weight, by the CUDA op few_rows_linear: which it takes, and the call.
 
-It streams the weight through shared memory, ahead of the kernel before it, and multiplies on the tensor cores.
+It streams the weight through shared memory, ahead of the kernel before it, and multiplies on the tensor cores. So
+the kernel right before it in the stream must not be one that both writes to the weight and lets its successor start.
 """
 
 import functools
 
 import torch
 
-from deepspeed_hybrid.ops.loader import load
+from deepspeed_hybrid.ops.loader import load, op_obstacle
 
 # Measured on an H200: from 17 rows on the library is faster, for x is read again with every tile of the weight.
 ROWS = range(1, 17)
@@ -38,9 +39,16 @@ def suits(x: torch.Tensor, weight: torch.Tensor, glu: bool) -> bool:
 
 @functools.cache
 def _capable(index: int) -> bool:
-    """Clusters, dependent launches and a large shared memory: Hopper, and Blackwell for servers."""
+    return obstacle(index) is None
+
+
+def obstacle(index: int) -> str | None:
+    """Why the op is not for this machine and card, or None. It wants clusters, dependent launches and a large shared
+    memory: Hopper, and Blackwell for servers."""
     card = torch.cuda.get_device_properties(index)
-    return card.major >= 9 and card.shared_memory_per_block_optin >= SHARED_BYTES
+    if card.major < 9 or card.shared_memory_per_block_optin < SHARED_BYTES:
+        return f"{card.name} has no clusters, or too little shared memory"
+    return op_obstacle("few_rows_linear")
 
 
 def launch(

@@ -111,9 +111,9 @@ def normed_linear(
 ) -> torch.Tensor:
     """The second half of an RMSNorm, a product, and its bias or gated SiLU, rounded once.
 
-    On CUDA up to 16 rows of 16 bits are one launch of the CUDA op few_rows_linear, and one row of another dtype or
-    size is one of a Triton kernel; both read the weight once, and the first call compiles them. Anything else is the
-    card's library product, with silu * up in a launch of its own. On a CPU it is
+    On CUDA up to 16 rows of 16 bits are one launch of the CUDA op few_rows_linear, on a card from Hopper on and for
+    sizes that it takes; another single row is one of a Triton kernel. Both read the weight once, and the first call
+    compiles them. Anything else is the card's library product, with silu * up in a launch of its own. On a CPU it is
     :func:`normed_linear_reference`. There is no gradient.
 
     Args:
@@ -173,8 +173,9 @@ def residual_linear(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A product, its bias, the residual, and the first half of the RMSNorm that comes next.
 
-    On CUDA up to 16 rows are one launch, as in :func:`normed_linear`; more are the card's library product and a
-    launch for all that follows. On a CPU it is :func:`residual_linear_reference`. There is no gradient.
+    On CUDA up to 16 rows are one launch, as in :func:`normed_linear`; otherwise it is the card's library product and a
+    launch for all that follows. So it is for fp16, where a hidden state times the norm's weight might overflow. On a
+    CPU it is :func:`residual_linear_reference`. There is no gradient.
 
     Args:
         x: [M, K] fp32, bf16 or fp16, contiguous.
@@ -191,7 +192,7 @@ def residual_linear(
         RuntimeError: an argument of another dtype, shape, layout or device.
     """
     _check(x, weight, None, bias, residual, next_norm, False)
-    launch = _launch(x, weight, False)
+    launch = None if x.dtype == torch.float16 else _launch(x, weight, False)
     if launch is not None:
         return launch(x, weight, None, 0.0, bias, residual, next_norm, next_offset, False)
     from deepspeed_hybrid.ops.triton.residual_norm import launch as add_and_normalise

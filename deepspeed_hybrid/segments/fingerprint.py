@@ -17,11 +17,25 @@ from deepspeed_hybrid.segments.gathered import address
 from deepspeed_hybrid.segments.known_forwards import helpers_of
 
 
+class Alive(tuple):
+    """The objects whose ids are compared. As long as they are kept no other object can get such an id; the ids say all
+    there is to say, so that any two of these are equal."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
 class Fingerprint(NamedTuple):
     """What is compared. Weights that were written in place leave both as they are."""
 
     places: tuple  # where weights and buffers lie, in which form, and which adapters take part
     held: tuple  # the modules, their forwards and hooks, and what hangs on them
+    alive: Alive
 
 
 PLAIN_VALUES = frozenset((bool, int, float, str, bytes, type(None)))  # compared by value, others by identity
@@ -44,6 +58,7 @@ def fingerprint(model: nn.Module) -> Fingerprint:
     """Of a model as it is now; ``training``, and what a DeepSpeed engine counts on modules, does not take part."""
     places: list = []
     held: list = [global_hooks(), attention_function(model)]
+    alive: list = []
     for module in _walk(model):
         own = module.__dict__
         for table in (own["_parameters"], own["_buffers"]):
@@ -53,10 +68,10 @@ def fingerprint(model: nn.Module) -> Fingerprint:
         held.append((module, type(module), type(module).forward, hooks_of(module)))
         if "q_proj" in own["_modules"]:
             held.append(helpers_of(module))
-        held.extend(
-            [value if type(value) in PLAIN_VALUES else id(value) for name, value in own.items() if TELLING[name]]
-        )
-    return Fingerprint(tuple(places), tuple(held))
+        values = [value for name, value in own.items() if TELLING[name]]
+        held.extend([value if type(value) in PLAIN_VALUES else id(value) for value in values])
+        alive.append(values)
+    return Fingerprint(tuple(places), tuple(held), Alive(alive))
 
 
 def _walk(model: nn.Module) -> Iterator[nn.Module]:

@@ -7,11 +7,14 @@ A decode step is one token after another through the same kernels. A prompt's fo
 or its path by what the host reads of the prompt, and a hook may count tokens; so here unknown code is left alone.
 """
 
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator
 
+import torch
 from torch import nn
 
-from deepspeed_hybrid.compat import global_hooks, hooks_of, is_zero3_hook, text_model
+from deepspeed_hybrid.compat import global_hooks, hooks_of, is_zero3_hook, own_attention, text_config, text_model
 from deepspeed_hybrid.segments.known_forwards import (
     ATTENTION_CORE,
     CAUSAL_MODEL,
@@ -22,18 +25,24 @@ from deepspeed_hybrid.segments.known_forwards import (
     LAYER,
     MLP,
     NORM,
+    TRANSFORMERS_FOLDER,
     has_known_forward,
 )
 
 KINDS = (LAYER, ATTENTION_CORE, MLP, GATED_DELTA_NET, GATED_NORM, NORM, DECODER, CAUSAL_MODEL)
 # Layers of these packages compute on the device; PEFT's choose their adapters by what fingerprints compare.
 PLAIN_PACKAGES = ("torch.nn.", "transformers.activations", "peft.")
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # without a forward
+WRAPPERS = (TRANSFORMERS_FOLDER, os.path.dirname(torch.__file__))  # whose decorators compute nothing
 
 
 def prompt_obstacle(model: nn.Module) -> str | None:
     """Why a prompt's forward through ``model`` is not captured, or None. An engine's hooks are for training."""
     if global_hooks():
         return "hooks run at the call of every module"
+    attention = text_config(model)._attn_implementation
+    if not own_attention(attention):
+        return f"attention {attention!r} was registered by somebody else"
     for module in _taking_part(model):
         name = type(module).__name__
         if "forward" in module.__dict__ or not all(map(is_zero3_hook, hooks_of(module))):
@@ -54,12 +63,26 @@ def _taking_part(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+    if isinstance(module, CONTAINERS):
         return True
     home = type(module).__module__
-    if type(module).forward.__module__ != home:
+    if not _is_from(type(module).forward, home):
         return False  # somebody has exchanged it
     return home.startswith(PLAIN_PACKAGES) or _is_rotary(module, home)
+
+
+def _is_from(forward: Callable, home: str) -> bool:
+    """Whether a function's code is in the file of that module, which a wrapper may claim of itself but cannot be."""
+    while hasattr(forward, "__wrapped__"):
+        if not _file_of(forward).startswith(WRAPPERS):
+            return False
+        forward = forward.__wrapped__
+    return _file_of(forward) == getattr(sys.modules.get(home), "__file__", None)
+
+
+def _file_of(function: Callable) -> str:
+    code = getattr(function, "__code__", None)
+    return "" if code is None else code.co_filename
 
 
 def _is_rotary(module: nn.Module, home: str) -> bool:

@@ -3,10 +3,13 @@
 # DeepSpeed Team
 """Which models' prompt forwards are captured, and what is said of the others."""
 
+import functools
+
 import pytest
 import torch
 from harness import rollout_of
 from models import FAMILIES, LoraLinear, Tokenizer, tiny_model
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from deepspeed_hybrid import HybridEngineRollout
 from deepspeed_hybrid.segments.replayable import prompt_obstacle
@@ -77,6 +80,33 @@ def test_an_exchanged_linear_forward(monkeypatch):
     plain = torch.nn.Linear.forward
     monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, inputs: plain(self, inputs))
     assert "Linear is not known" in prompt_obstacle(tiny_model("qwen3"))
+
+
+@pytest.mark.parametrize("layer", [torch.nn.Linear, torch.nn.Embedding], ids=["Linear", "Embedding"])
+def test_an_exchanged_forward_that_claims_to_be_the_old_one(monkeypatch, layer):
+    plain = layer.forward
+    monkeypatch.setattr(layer, "forward", functools.wraps(plain)(lambda self, inputs: plain(self, inputs)))
+    assert f"{layer.__name__} is not known" in prompt_obstacle(tiny_model("qwen3"))
+
+
+@pytest.mark.parametrize("claims", [True, False])
+def test_attention_of_somebody_else(monkeypatch, claims):
+    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def counting(*args, **kwargs):
+        return plain(*args, **kwargs)
+
+    own = functools.wraps(plain)(counting) if claims else counting
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", own)
+    assert prompt_obstacle(tiny_model("qwen3")) == "attention 'sdpa' was registered by somebody else"
+
+
+def test_containers_have_no_forward():
+    """As PEFT's layers hold their adapters."""
+    model = tiny_model("qwen3")
+    layer = model.model.layers[0].mlp.gate_proj
+    layer.adapters, layer.embedded = torch.nn.ModuleDict(), torch.nn.ParameterDict()
+    assert prompt_obstacle(model) is None
 
 
 def test_reason_is_described_and_followed():

@@ -5,7 +5,7 @@
 
 A kernel that takes PDL announces its successor at once, asks for what no kernel of the same step writes (weights, the
 recurrent state), and only then waits for its predecessor; everything else is read and written after that. Steps do not
-overlap: a step ends in a kernel without it, and a captured step is a graph of its own.
+overlap: the last kernel of a step announces nobody, and a captured step is a graph of its own.
 """
 
 import functools

@@ -76,14 +76,14 @@ def check(arguments: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
-@pytest.mark.parametrize("m", [1, 2, 3, 8, 9, 16, 17, 32])
+@pytest.mark.parametrize("m", [1, 2, 3, 8, 9, 16])
 @pytest.mark.parametrize("n, k", [(48, 64), (61, 192), (2560, 2560), (128, 9216)], ids=str)
 def test_against_float64(around, m, n, k):
     check(case(m, n, k, **around))
 
 
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
-@pytest.mark.parametrize("m", [5, 30])
+@pytest.mark.parametrize("m", [5, 13])
 def test_fp16(around, m):
     check(case(m, 100, 320, dtype=torch.float16, **around))
 
@@ -91,9 +91,9 @@ def test_fp16(around, m):
 @pytest.mark.parametrize("around", [AROUND["norm and bias"], AROUND["glu"], AROUND["residual"]], ids=str)
 @pytest.mark.parametrize("n, k", [(528, 2560), (8192, 128)], ids=str)  # so many columns show one bit of a factor
 def test_a_row_has_the_same_bits_in_any_batch(around, n, k):
-    arguments = case(32, n, k, **around)
+    arguments = case(16, n, k, **around)
     together = run(arguments)
-    for m in (1, 3, 8, 16, 20):
+    for m in (1, 3, 8, 9, 15):
         fewer = dict(arguments)
         for name, rows in (("x", 0), ("squares", 1), ("residual", 0)):
             if fewer[name] is not None:
@@ -127,7 +127,7 @@ def test_inside_a_graph_behind_another_kernel():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"x": (33, 128)}, "x must have 1 to 32 rows, got 33"),
+        ({"x": (17, 128)}, "x must have 1 to 16 rows, got 17"),
         ({"x": (2, 96), "weight": (64, 96)}, "multiple of 64, got 96"),
     ],
     ids=["too many rows", "odd inner size"],
