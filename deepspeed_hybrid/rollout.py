@@ -211,7 +211,8 @@ class HybridEngineRollout(RolloutEngine):
 
     def _begin(self, job: _Job) -> Iterator[list[int]]:
         """Make room, prepare the step (a capture, where there is none yet), and give the rounds of the loop."""
-        self._arena.reserve(job.slots, self._tokens_a_slot(job))
+        tokens = self.cfg.continuous_cache_capacity or max(job.prompts.lengths) + job.plan.max_new_tokens
+        self._arena.reserve(job.slots, tokens)
         return run_rows(
             self._arena,
             job.prompts,
@@ -289,9 +290,6 @@ class HybridEngineRollout(RolloutEngine):
             stats=LoopStats(),
         )
 
-    def _tokens_a_slot(self, job: _Job) -> int:
-        return self.cfg.continuous_cache_capacity or max(job.prompts.lengths) + job.plan.max_new_tokens
-
     # ---------------------------------------------------------------------------------------------------- weights
 
     def sync_weights(self, step: int) -> None:
@@ -341,11 +339,8 @@ class HybridEngineRollout(RolloutEngine):
 
     def memory_report(self) -> dict:
         """Bytes that generation holds, by kind, and ``state_dtype``."""
-        return {
-            **self._arena.bytes_by_kind(),
-            "packed_weights": self._injection.packed_bytes,
-            "state_dtype": self.cfg.state_dtype,
-        }
+        others = {"packed_weights": self._injection.packed_bytes, "state_dtype": self.cfg.state_dtype}
+        return {**self._arena.bytes_by_kind(), **others}
 
     def get_last_profile(self) -> dict | None:
         """Times (ms) and rates of the last ``generate()``; None unless ``enable_profiling``."""

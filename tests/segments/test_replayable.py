@@ -97,7 +97,7 @@ def test_attention_of_somebody_else(monkeypatch, claims):
         return plain(*args, **kwargs)
 
     own = functools.wraps(plain)(counting) if claims else counting
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", own)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", own)
     assert prompt_obstacle(tiny_model("qwen3")) == "attention 'sdpa' was registered by somebody else"
 
 
