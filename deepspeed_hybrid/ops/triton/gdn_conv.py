@@ -14,6 +14,12 @@ from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
 BLOCK_T, BLOCK_C, WARPS = 64, 64, 4
 
 
+@triton.jit
+def _column(tile, index: tl.constexpr):
+    """Of [C, K]: the sum over the others' zeros."""
+    return tl.sum(tl.where((tl.arange(0, tile.shape[1]) == index)[None, :], tile, 0.0), axis=1)
+
+
 # A length is no reason to compile again: prompts have any.
 @triton.jit(do_not_specialize=["length"])
 def gdn_conv_kernel(
@@ -39,8 +45,8 @@ def gdn_conv_kernel(
     """Grid (tiles of channels, tiles of tokens, B). A tile of channels lies in one of q, k and v.
 
     The taps' tiles of tokens are one another's, shifted: all but the first are found in the cache. Tokens before the
-    first come from the window, which only the first tile reaches; the last tile writes the new one. A column of the
-    taps or of the window is taken out of their tile, which is read once, as the sum over the others' zeros.
+    first come from the window, which only the first tile reaches; the last tile writes the new one. Sums run from the
+    newest token to the oldest, so that they are the same wherever a sequence is cut.
     """
     announce(PDL)
     KEY_TILES: tl.constexpr = (KEY_DIM + BLOCK_C - 1) // BLOCK_C
@@ -60,9 +66,12 @@ def gdn_conv_kernel(
     tap_place = channel[:, None] * CONV_KERNEL + tap[None, :]
     tap_mask = present[:, None] & (tap < CONV_KERNEL)[None, :]
 
-    wait(PDL)
     taps = tl.load(conv_weight + tap_place, mask=tap_mask, other=0.0).to(tl.float32)
-    past = tl.load(window + tap_place, mask=tap_mask & (start == 0), other=0.0).to(tl.float32)
+    weights = ()
+    for back in tl.static_range(CONV_KERNEL):
+        weights += (_column(taps, CONV_KERNEL - 1 - back)[None, :],)
+
+    wait(PDL)
     token = tl.arange(0, BLOCK_T)
     total = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
     for back in tl.static_range(CONV_KERNEL):
@@ -72,13 +81,14 @@ def gdn_conv_kernel(
             qkv + source[:, None] * token_stride + channel[None, :],
             mask=known[:, None] & present[None, :],
             other=0.0,
-        ).to(tl.float32)
-        if start == 0:
+        )
+        total = tl.fma(entering.to(tl.float32), weights[back], total)
+    if start == 0:  # what came from before was zeros so far; it is older, and its turn is now
+        past = tl.load(window + tap_place, mask=tap_mask, other=0.0).to(tl.float32)
+        for back in tl.static_range(1, CONV_KERNEL):
             for ago in tl.static_range(1, back + 1):
-                earlier = tl.sum(tl.where((tap == CONV_KERNEL - ago)[None, :], past, 0.0), axis=1)
-                entering = tl.where((token == back - ago)[:, None], earlier[None, :], entering)
-        weight = tl.sum(tl.where((tap == CONV_KERNEL - 1 - back)[None, :], taps, 0.0), axis=1)
-        total += entering * weight[None, :]
+                with_past = tl.fma(_column(past, CONV_KERNEL - ago)[None, :], weights[back], total)
+                total = tl.where((token == back - ago)[:, None], with_past, total)
     if conv_bias is not None:
         total += tl.load(conv_bias + channel, mask=present, other=0.0).to(tl.float32)[None, :]
     total = total / (1.0 + tl.exp(-total))
