@@ -69,7 +69,7 @@ def gdn_conv_kernel(
     taps = tl.load(conv_weight + tap_place, mask=tap_mask, other=0.0).to(tl.float32)
     weights = ()
     for back in tl.static_range(CONV_KERNEL):
-        weights += (_column(taps, CONV_KERNEL - 1 - back)[None, :],)
+        weights += (_column(taps, CONV_KERNEL - 1 - back)[None, :],)  # type: ignore[assignment]
 
     wait(PDL)
     token = tl.arange(0, BLOCK_T)
