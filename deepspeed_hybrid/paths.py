@@ -25,6 +25,7 @@ from deepspeed_hybrid.ops.batch_invariant import (
 )
 from deepspeed_hybrid.ops.decode_step import decode_step, decode_step_reference
 from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves, fused_silu_mul_halves_reference
+from deepspeed_hybrid.ops.gated_norm import gated_norm
 from deepspeed_hybrid.ops.gdn_conv import gdn_conv
 from deepspeed_hybrid.ops.gdn_decode import gdn_decode, gdn_decode_reference
 from deepspeed_hybrid.ops.gdn_gates import gdn_gates, gdn_gates_reference
@@ -252,7 +253,7 @@ def prompt_ops(device: torch.device, backend: str, off: dict[str, str]) -> Promp
     if obstacle:
         off["prompt ops"] = obstacle
         return MODELS_OWN
-    return PromptOps(gdn_conv, fused_linear.normed_rows)
+    return PromptOps(gdn_conv, fused_linear.normed_rows, gated_norm)
 
 
 def _triton_off(backend: str) -> str | None:

@@ -26,7 +26,15 @@ BUILDERS = {
     "gdn_gates": f"{BUILDER_PACKAGE}.gdn_gates:GdnGatesBuilder",
 }
 # Ops whose kernels Triton compiles at their first use.
-TRITON_OPS = ("normed_rows", "normed_linear", "residual_linear", "gdn_conv", "gdn_decode", "attention_decode")
+TRITON_OPS = (
+    "normed_rows",
+    "normed_linear",
+    "residual_linear",
+    "gdn_conv",
+    "gated_norm",
+    "gdn_decode",
+    "attention_decode",
+)
 
 
 class OpStatus(NamedTuple):

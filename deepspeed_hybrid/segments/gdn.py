@@ -18,24 +18,26 @@ from transformers.activations import ACT2FN
 from deepspeed_hybrid.compat import GdnKernels, gdn_kernels, text_model
 from deepspeed_hybrid.ops.gdn_decode import MAX_CONV_KERNEL
 from deepspeed_hybrid.segments.apply import Binding
-from deepspeed_hybrid.segments.known_forwards import GATED_DELTA_NET, has_known_forward
+from deepspeed_hybrid.segments.known_forwards import GATED_DELTA_NET, GATED_NORM, has_known_forward
+from deepspeed_hybrid.segments.prompts import PromptOps
 from deepspeed_hybrid.segments.weights import FusedLinear
 
 # Shapes: B rows, T tokens, D hidden, C conv channels, K conv kernel, HK/HV key/value heads, DK/DV their dims.
 
 
-def gdn_binding(module: nn.Module, fused: FusedLinear | None, gates: Callable, conv: Callable | None) -> Binding:
+def gdn_binding(module: nn.Module, fused: FusedLinear | None, gates: Callable, prompt: PromptOps) -> Binding:
     """Our forward for one GatedDeltaNet layer.
 
     Args:
         module: the layer.
         fused: its input projections as one product, or None to call them one by one.
         gates: the ``gdn_gates`` op, or its reference.
-        conv: the ``gdn_conv`` op for prompts, where the layer's conv is one that it does; None: torch's conv.
+        prompt: the ops of prompts; those that do what the layer does take the place of its own code.
     """
-    if module.activation not in ("silu", "swish") or module.conv_kernel_size > MAX_CONV_KERNEL:
-        conv = None
-    return Binding(module, partial(gdn_forward, module, gdn_kernels(module), fused, gates, conv))
+    plain_conv = module.activation in ("silu", "swish") and module.conv_kernel_size <= MAX_CONV_KERNEL
+    conv = prompt.gdn_conv if plain_conv else None
+    norm = prompt.gated_norm if has_known_forward(module.norm, GATED_NORM) else None
+    return Binding(module, partial(gdn_forward, module, gdn_kernels(module), fused, gates, conv, norm))
 
 
 def is_gdn(module: nn.Module) -> bool:
@@ -65,6 +67,7 @@ def gdn_forward(
     fused: FusedLinear | None,
     gates: Callable,
     conv: Callable | None,
+    norm: Callable | None,
     hidden_states: torch.Tensor,
     cache=None,
     attention_mask=None,
@@ -92,8 +95,10 @@ def gdn_forward(
     layer.write(window, state)
 
     batch, length, _ = hidden_states.shape
-    core = module.norm(core.reshape(-1, module.head_v_dim), z.reshape(-1, module.head_v_dim))
-    return module.out_proj(core.reshape(batch, length, -1))
+    if norm is None or plan.slots is None:
+        core = module.norm(core.reshape(-1, module.head_v_dim), z.reshape(-1, module.head_v_dim))
+        return module.out_proj(core.reshape(batch, length, -1))
+    return module.out_proj(norm(core, z, module.norm.weight, module.norm.variance_epsilon))
 
 
 def project(module: nn.Module, fused: FusedLinear | None, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -90,7 +90,7 @@ class Injection:
         self.fused = {segment.path: FusedLinear(segment.projections, self.may_move) for segment in self._chosen}
         inputs = {id(segment.module): self.fused[segment.path] for segment in self._chosen if segment.kind == GDN}
         bindings = [
-            gdn_binding(module, inputs.get(id(module)), self.gates, self.prompt.gdn_conv)
+            gdn_binding(module, inputs.get(id(module)), self.gates, self.prompt)
             for module in self.model.modules()
             if is_gdn(module)
         ]

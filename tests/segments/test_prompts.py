@@ -34,6 +34,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 from deepspeed_hybrid import HybridEngineRollout, paths
 from deepspeed_hybrid.compat import text_model
 from deepspeed_hybrid.ops.fused_linear import normed_rows, normed_rows_reference
+from deepspeed_hybrid.ops.gated_norm import gated_norm, gated_norm_reference
 from deepspeed_hybrid.ops.gdn_conv import gdn_conv, gdn_conv_reference
 from deepspeed_hybrid.segments.apply import bound
 from deepspeed_hybrid.segments.injection import Injection
@@ -53,7 +54,9 @@ def with_ops(rollout: HybridEngineRollout) -> list[Counter]:
         return op(*args)
 
     injection.prompt = PromptOps(
-        partial(counted, "gdn_conv", gdn_conv_reference), partial(counted, "normed_rows", normed_rows_reference)
+        partial(counted, "gdn_conv", gdn_conv_reference),
+        partial(counted, "normed_rows", normed_rows_reference),
+        partial(counted, "gated_norm", gated_norm_reference),
     )
     injection.replan()
     injection.follow()
@@ -68,7 +71,7 @@ def counts_of(model: nn.Module) -> Counter:
         heads = hasattr(layer, "self_attn") and hasattr(layer.self_attn, "q_norm")
         counts.update(normed_rows=4 if heads else 2)
         if hasattr(layer, "linear_attn"):
-            counts.update(gdn_conv=1)
+            counts.update(gdn_conv=1, gated_norm=1)
     return counts
 
 
@@ -113,7 +116,7 @@ def test_logits_are_hugging_faces(family):
 
 def test_a_cpu_runs_the_models_own():
     rollout = rollout_of(tiny_model())
-    assert rollout._injection.prompt == PromptOps(None, None) and rollout._injection.norms == []
+    assert rollout._injection.prompt == PromptOps(None, None, None) and rollout._injection.norms == []
     assert "prompt ops" not in rollout.describe() and "launch for each" not in rollout.describe()
 
 
@@ -123,7 +126,7 @@ def test_a_gpu_runs_tritons_or_says_why(backend, monkeypatch):
     off: dict[str, str] = {}
     ops = paths.prompt_ops(torch.device("cuda"), backend, off)
     if backend in ("auto", "triton"):
-        assert ops == PromptOps(gdn_conv, normed_rows) and off == {}
+        assert ops == PromptOps(gdn_conv, normed_rows, gated_norm) and off == {}
     else:
         assert ops == PromptOps() and off == {"prompt ops": f"segki_backend is {backend!r}"}
     monkeypatch.setattr(paths, "triton_obstacle", lambda: "Triton is not installed")
@@ -139,7 +142,7 @@ def test_norms_are_for_all_segments_and_the_conv_for_every_choice(kind):
     forwards = with_ops(rollout)
     assert rollout._injection.norms == []
     assert_like_hugging_face(rollout, model)
-    assert forwards[0] == Counter(gdn_conv=3)
+    assert forwards[0] == Counter(gdn_conv=3, gated_norm=3)
 
 
 def test_describe_has_one_row_for_all_norms():

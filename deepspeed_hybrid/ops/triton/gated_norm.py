@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""The gated RMSNorm of heads, over all tokens of a prompt."""
+
+import torch
+import triton
+import triton.language as tl
+
+from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
+
+TILE = 4096  # elements of a program
+
+
+# How many tokens there are is no reason to compile again.
+@triton.jit(do_not_specialize=["heads_in_all", "tokens"])
+def _gate_and_normalise(
+    core,
+    gate,
+    weight,
+    out,
+    heads_in_all,
+    tokens,
+    row_stride,
+    token_stride,
+    eps,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program for BLOCK_HEADS heads, of one token or several."""
+    announce(PDL)
+    head = tl.program_id(0).to(tl.int64) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    inside = (head < heads_in_all)[:, None] & (d < D)
+    token = head // HEADS
+    place = (token // tokens) * row_stride + (token % tokens) * token_stride + (head % HEADS) * D
+    gain = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
+    wait(PDL)
+    gating = tl.load(gate + place[:, None] + d, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(core + head[:, None] * D + d, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, axis=1) / D + eps)[:, None]
+    value = value * scale * gain * gating * tl.sigmoid(gating)
+    tl.store(out + head[:, None] * D + d, value.to(out.dtype.element_ty), mask=inside)
+
+
+def launch(core: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Run the kernel on arguments that the op has checked: core [B, T, HV, DV], gate and result [B, T, HV * DV]."""
+    out = core.new_empty(gate.shape)
+    rows, tokens, heads, size = core.shape
+    block_d = triton.next_power_of_2(size)
+    block_heads = max(1, TILE // max(block_d, 32))
+    heads_in_all = rows * tokens * heads
+    if heads_in_all == 0:
+        return out
+    with torch.cuda.device_of(core):  # Triton launches on the current device
+        _gate_and_normalise[(triton.cdiv(heads_in_all, block_heads),)](
+            core,
+            gate,
+            weight,
+            out,
+            heads_in_all,
+            tokens,
+            gate.stride(0),
+            gate.stride(1),
+            eps,
+            HEADS=heads,
+            D=size,
+            BLOCK_D=block_d,
+            BLOCK_HEADS=block_heads,
+            num_warps=4,
+            **pdl(core),
+        )
+    return out
