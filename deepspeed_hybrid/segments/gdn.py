@@ -98,7 +98,8 @@ def gdn_forward(
     if norm is None or plan.slots is None:
         core = module.norm(core.reshape(-1, module.head_v_dim), z.reshape(-1, module.head_v_dim))
         return module.out_proj(core.reshape(batch, length, -1))
-    return module.out_proj(norm(core, z, module.norm.weight, module.norm.variance_epsilon))
+    core = norm(core.contiguous(), z.flatten(2), module.norm.weight, module.norm.variance_epsilon)
+    return module.out_proj(core)
 
 
 def project(module: nn.Module, fused: FusedLinear | None, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
