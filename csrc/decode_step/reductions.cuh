@@ -25,8 +25,7 @@ __device__ __forceinline__ Choice better(Choice best, Choice other)
     return wins ? other : best;
 }
 
-// Combinations that reductions take. Each gives the same bits with its arguments exchanged, so that
-// every lane of a butterfly ends with the same bits.
+// Combinations that reductions take.
 struct Maximum {
     __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
@@ -48,28 +47,29 @@ __device__ __forceinline__ Choice exchange(Choice choice, int mask)
             __shfl_xor_sync(kAllLanes, choice.index, mask)};
 }
 
-// Every lane ends with the whole warp's.
-template <typename Combine, typename Value>
-__device__ __forceinline__ Value reduce_warp(Value value)
+// Lane 0 ends with the whole warp's, and every lane where exchanging a combination's arguments
+// changes no bit.
+template <typename Value, typename Combine>
+__device__ __forceinline__ Value reduce_warp(Value value, Combine combine)
 {
 #pragma unroll
     for (int mask = kWarp / 2; mask > 0; mask /= 2) {
-        value = Combine()(value, exchange(value, mask));
+        value = combine(value, exchange(value, mask));
     }
     return value;
 }
 
-// Every thread ends with the whole block's.
-template <typename Combine, int Warps, typename Value>
-__device__ __forceinline__ Value reduce_block(Value value)
+// Every thread ends with the whole block's, and the same bits.
+template <int Warps, typename Value, typename Combine>
+__device__ __forceinline__ Value reduce_block(Value value, Combine combine)
 {
     __shared__ Value of_warps[Warps];
-    value = reduce_warp<Combine>(value);
+    value = reduce_warp(value, combine);
     if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = value;
     __syncthreads();
     value = of_warps[0];
 #pragma unroll
-    for (int warp = 1; warp < Warps; ++warp) value = Combine()(value, of_warps[warp]);
+    for (int warp = 1; warp < Warps; ++warp) value = combine(value, of_warps[warp]);
     __syncthreads();  // before of_warps is written again
     return value;
 }

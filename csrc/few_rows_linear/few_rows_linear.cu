@@ -120,8 +120,8 @@ void launch(const FewRowsArguments& args, cudaStream_t stream)
     C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                         cudaSharedmemCarveoutMaxShared));
     const int clusters = std::min(args.tiles, args.processors / args.split);
-    launch_dependent(kernel, dim3(clusters * args.split), kThreads, args.split, S::kBytes, args,
-                     stream);
+    launch_dependent(kernel, dim3(clusters * args.split), kThreads, args.split, S::kBytes, stream,
+                     args);
 }
 
 // The rings of two launches in a row fit a multiprocessor together, but for two wide ones: the

@@ -5,7 +5,9 @@
 #pragma once
 
 #include <c10/cuda/CUDAException.h>
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
+
+#include <type_traits>
 
 namespace ds_hybrid {
 
@@ -27,26 +29,42 @@ __device__ __forceinline__ void wait_for_predecessor()
 #endif
 }
 
-// A launch that may start before the kernel ahead has ended, in clusters of blocks.
-template <typename Arguments>
-void launch_dependent(void (*kernel)(const Arguments), dim3 grid, unsigned threads,
-                      unsigned cluster, size_t shared_bytes, const Arguments& args,
-                      cudaStream_t stream)
+// Does the current device launch dependents ahead?
+inline bool launches_dependents()
+{
+    int device = 0, major = 0;
+    C10_CUDA_CHECK(cudaGetDevice(&device));
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    return major >= 9;
+}
+
+// A launch that may start before the kernel ahead has ended, in clusters of blocks. On a device
+// before Hopper it starts afterwards, and `cluster` has to be 1.
+template <typename... Parameters>
+void launch_dependent(void (*kernel)(Parameters...), dim3 grid, unsigned threads, unsigned cluster,
+                      size_t shared_bytes, cudaStream_t stream,
+                      const std::remove_const_t<Parameters>&... arguments)
 {
     cudaLaunchAttribute attributes[2];
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = cluster;
-    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+    unsigned count = 0;
+    if (launches_dependents()) {
+        attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster > 1) {
+        attributes[count].id = cudaLaunchAttributeClusterDimension;
+        attributes[count].val.clusterDim.x = cluster;
+        attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
+        ++count;
+    }
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
     config.attrs = attributes;
-    config.numAttrs = cluster > 1 ? 2 : 1;
-    C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
+    config.numAttrs = count;
+    C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 
 }  // namespace ds_hybrid
