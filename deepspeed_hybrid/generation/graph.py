@@ -3,14 +3,27 @@
 # DeepSpeed Team
 """Capture a step once, replay it for ever after. Nothing here knows of models or tokens."""
 
+import gc
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
 WARMUPS = 2
+
+
+@contextmanager
+def garbage_kept() -> Iterator[None]:
+    """No cyclic garbage is collected: to free an old graph, or an event, would invalidate a capture under way."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class GraphRunner:
@@ -76,7 +89,7 @@ class GraphRunner:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = accelerator.create_graph()
-        with accelerator.capture_to_graph(graph, pool=self._pool):
+        with garbage_kept(), accelerator.capture_to_graph(graph, pool=self._pool):
             step()
         self.captures += 1
         return graph

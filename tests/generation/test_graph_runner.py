@@ -3,7 +3,8 @@
 # DeepSpeed Team
 """The graph runner with an accelerator that only takes notes, and the keys that the arena gives it."""
 
-from contextlib import contextmanager
+import gc
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -125,6 +126,28 @@ def test_a_replay_outlives_the_dropping_of_its_graph(notes, most):
     assert len(runner) == most
     replay()
     assert notes.log[-1] == ("replay", "graph 0")
+
+
+@pytest.mark.parametrize("collects", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_no_garbage_is_collected_in_a_capture(notes, collects, fails):
+    """What a collection frees may be another graph, which a capture under way does not survive."""
+    seen = []
+
+    def step():
+        seen.append((gc.isenabled(), bool(notes.where) and notes.where[-1] == "capture"))
+        if fails and seen[-1][1]:
+            raise RuntimeError("in the capture")
+
+    before = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        with pytest.raises(RuntimeError, match="in the capture") if fails else nullcontext():
+            GraphRunner(4).prepare("key", step, notes.harmless)
+        assert seen == [(collects, False)] * WARMUPS + [(False, True)]
+        assert gc.isenabled() is collects
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_released_graphs_are_captured_anew_in_a_new_pool(notes):

@@ -3,10 +3,12 @@
 # DeepSpeed Team
 """Captured decode steps on a GPU: eager's tokens, one capture, no host sync, the weights of now."""
 
+import gc
 import os
 import statistics
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from harness import answers, assert_same_answers, greedy, prompt, rollout_of
 from models import Tokenizer, ragged_prompts, solo, tiny_model
 
 from deepspeed_hybrid import HybridEngineRollout, RolloutRequest, SamplingConfig
+from deepspeed_hybrid.generation.graph import GraphRunner
 from deepspeed_hybrid.tools.models import build_model, load_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -178,6 +181,31 @@ def test_least_recently_used_graph_is_dropped_and_captured_again():
         assert len(rollout._graphs) <= 2
         captures.append(rollout._graphs.captures)
     assert captures == [2, 2, 2, 3, 3, 4, 4]  # two drops four, which drops two; a length is no other graph
+
+
+def test_a_graph_that_becomes_garbage_while_another_is_captured():
+    """As an old rollout does, whose parts refer to each other; here a collection is due at every allocation."""
+    count = torch.zeros(4, device="cuda")
+    old, step_ran = GraphRunner(1), []
+    old.prepare("old", lambda: count.add_(1), nullcontext)
+    old.itself = old
+    olds, thresholds = [old], gc.get_threshold()
+    del old
+
+    def step():
+        count.add_(1)
+        olds.clear()
+        step_ran.append([[] for _ in range(1000)])
+        count.add_(1)
+
+    count.zero_()
+    gc.set_threshold(1, 1, 1)
+    try:
+        replay = GraphRunner(1).prepare("new", step, nullcontext, warmups=0)
+    finally:
+        gc.set_threshold(*thresholds)
+    replay(), replay()
+    assert len(step_ran) == 1 and count.tolist() == [4.0] * 4
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
