@@ -2,7 +2,7 @@
 
 // DeepSpeed Team
 
-// scan_chunks streams the logits once: a warp takes chunks of rows and leaves a Partial of each.
+// scan_chunks streams the logits once: a warp takes a chunk of a row and leaves a Partial.
 // finish_row, a block a row, chooses a chunk by the partials, reads that chunk again to choose the
 // token, and does the bookkeeping. Sums are taken in an order that entries' indices alone decide,
 // so a row's token and logprob are bit-equal alone and among others, wherever the row lies.
@@ -13,7 +13,6 @@
 
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <cfloat>
 #include <cmath>
 
@@ -192,12 +191,11 @@ void with_type(c10::ScalarType type, Visit visit)
     }
 }
 
-void launch_scan(const ScanArguments& args, int processors, cudaStream_t stream)
+void launch_scan(const ScanArguments& args, cudaStream_t stream)
 {
     const int blocks = (args.rows * args.chunks + kScanWarps - 1) / kScanWarps;
     with_type(args.logits.type, [&](auto element) {
-        launch_dependent(scan_chunks<decltype(element)>, std::min(blocks, processors * kScanBlocks),
-                         kScanThreads, 1, 0, stream, args);
+        launch_dependent(scan_chunks<decltype(element)>, blocks, kScanThreads, 1, 0, stream, args);
     });
 }
 
@@ -218,12 +216,12 @@ void launch_decode_step(const Arguments& args, bool sampled, cudaStream_t stream
                        args.active, args.partials,
                        args.rows,   args.vocab,
                        args.chunks};
-    launch_scan(scan, args.processors, stream);
+    launch_scan(scan, stream);
     if (args.raw_logits.data != nullptr) {
         scan.logits = args.raw_logits;
         scan.temperature = nullptr;
         scan.partials += static_cast<int64_t>(args.rows) * args.chunks;
-        launch_scan(scan, args.processors, stream);
+        launch_scan(scan, stream);
     }
     launch_finish(args, sampled, stream);
 }

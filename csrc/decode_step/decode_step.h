@@ -39,7 +39,6 @@ struct Arguments {
     int64_t tokens_stride, logprobs_stride, columns;
     Partial* partials;  // [rows, chunks] of the scores, then as many of raw_logits if given
     int rows, vocab, chunks, stops;
-    int processors;  // of the device
 };
 
 void launch_decode_step(const Arguments& args, bool sampled, cudaStream_t stream);

@@ -104,8 +104,6 @@ void decode_step(const at::Tensor& scores, const std::optional<at::Tensor>& raw_
     args.vocab = static_cast<int>(vocab);
     args.chunks = (args.vocab + kChunk - 1) / kChunk;
     args.stops = static_cast<int>(stop_ids.numel());
-    C10_CUDA_CHECK(cudaDeviceGetAttribute(&args.processors, cudaDevAttrMultiProcessorCount,
-                                          scores.get_device()));
     args.columns = tokens.size(1);
     args.tokens_stride = tokens.stride(0);
     args.logprobs_stride = logprobs.stride(0);

@@ -19,7 +19,7 @@
 
 namespace ds_hybrid {
 
-constexpr int kScanThreads = 128, kScanBlocks = 5;  // of a multiprocessor
+constexpr int kScanThreads = 256;
 constexpr int kScanWarps = kScanThreads / kWarp;
 
 // Of one scan: chunks [rows, chunks] of the logits, and their partials.
@@ -174,24 +174,18 @@ __device__ __forceinline__ Partial scan_chunk(const Chunk<Element>& chunk)
     return {highest, reduce_warp(sum, Sum())};
 }
 
-// Every warp takes chunks in turn, and has asked for the next one while it works on this.
 template <typename Element>
-__global__ void __launch_bounds__(kScanThreads, kScanBlocks) scan_chunks(const ScanArguments args)
+__global__ void __launch_bounds__(kScanThreads) scan_chunks(const ScanArguments args)
 {
     announce_dependents();
     wait_for_predecessor();
-    const int total = args.rows * args.chunks, step = gridDim.x * kScanWarps;
-    int index = blockIdx.x * kScanWarps + threadIdx.x / kWarp;
-    if (index >= total) return;
-    Chunk<Element> upcoming;
-    load_chunk(upcoming, args, index);
-    for (; index < total; index += step) {
-        const Chunk<Element> chunk = upcoming;
-        if (index + step < total) load_chunk(upcoming, args, index + step);
-        if (!chunk.active) continue;
-        const Partial found = scan_chunk(chunk);
-        if (threadIdx.x % kWarp == 0) args.partials[index] = found;
-    }
+    const int index = blockIdx.x * kScanWarps + threadIdx.x / kWarp;
+    if (index >= args.rows * args.chunks) return;
+    Chunk<Element> chunk;
+    load_chunk(chunk, args, index);
+    if (!chunk.active) return;
+    const Partial found = scan_chunk(chunk);
+    if (threadIdx.x % kWarp == 0) args.partials[index] = found;
 }
 
 }  // namespace ds_hybrid
