@@ -54,7 +54,7 @@ def buffers(batch: int, sampled: bool) -> dict:
         "token": torch.zeros_like(rows),
         "position": torch.full_like(rows, 100),
         "length": torch.zeros_like(rows),
-        "active": torch.ones(batch, dtype=torch.bool, device="cuda"),
+        "parked": torch.zeros(batch, dtype=torch.bool, device="cuda"),
         "finish": torch.zeros(batch, dtype=torch.uint8, device="cuda"),
         "tokens": torch.zeros(batch, COLUMNS, dtype=torch.int64, device="cuda"),
         "logprobs": torch.zeros(batch, COLUMNS, device="cuda"),

@@ -7,7 +7,7 @@ import torch
 
 POISON_TOKEN, POISON_LOGPROB = -7777, float("nan")  # neither can come out of a step
 COLUMNS = 6
-MUTATED = ("token", "position", "length", "active", "finish", "tokens", "logprobs")
+MUTATED = ("token", "position", "length", "parked", "finish", "tokens", "logprobs")
 
 
 def decode_arguments(
@@ -23,7 +23,7 @@ def decode_arguments(
     row_stride: int | None = None,
     seed: int = 0,
 ) -> dict:
-    """Keyword arguments of decode_step on the CPU; every third row is inactive.
+    """Keyword arguments of decode_step on the CPU; every third row is parked.
 
     Args:
         raw: dtype of raw_logits, or None to leave them out.
@@ -51,7 +51,7 @@ def decode_arguments(
         "token": integers(0, vocab),
         "position": integers(0, 262144),
         "length": integers(0, COLUMNS - 1),
-        "active": torch.arange(rows) % 3 != 2,
+        "parked": torch.arange(rows) % 3 == 2,
         "finish": torch.zeros(rows, dtype=torch.uint8),
         "tokens": torch.full((rows, COLUMNS), POISON_TOKEN),
         "logprobs": torch.full((rows, COLUMNS), POISON_LOGPROB),

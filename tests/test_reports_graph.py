@@ -313,17 +313,17 @@ def test_parked_steps_change_nothing(family, options):
         SamplingConfig(max_new_tokens=9, temperature=0.0, stop_token_ids=list(range(VOCAB // 4)), **options),
     )
     next(rows)
-    live = arena.state.active.clone()
+    ended = arena.state.parked.clone()
     tensors = [buffer[:-1] for buffer in arena.cache.buffers()]  # all but scratch
     tensors += [value for _, value in arena.state._items() if value is not None]
     before = [tensor.clone() for tensor in tensors]
 
     with rollout._generating(), arena.parked():
-        assert not bool(arena.state.active.any())
+        assert bool(arena.state.parked.all())
         for _ in range(3):
             steps[0]()
 
-    assert torch.equal(arena.state.active, live)
+    assert torch.equal(arena.state.parked, ended)
     assert all(torch.equal(old, new) for old, new in zip(before, tensors, strict=True))
     rows.close()
 

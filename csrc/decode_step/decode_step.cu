@@ -133,9 +133,9 @@ __global__ void __launch_bounds__(kFinishThreads) finish_row(const Arguments arg
 {
     announce_dependents();
     wait_for_predecessor();
-    // All that depends on nothing is asked for together, and none of it waits for `active`.
+    // All that depends on nothing is asked for together, and none of it waits for `parked`.
     const int row = blockIdx.x;
-    const bool active = args.active[row];
+    const bool active = !args.parked[row];
     // The noise belongs to the position of the token being chosen, one past the last one.
     const int64_t position = args.position[row] + 1, length = args.length[row];
     const int64_t limit = args.limit[row];
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kFinishThreads) finish_row(const Arguments arg
     args.length[row] = length + 1;
     if (stopped || length + 1 >= limit) {
         args.finish[row] = stopped ? kStopped : kLength;
-        args.active[row] = false;
+        args.parked[row] = true;
     }
 }
 
@@ -213,7 +213,7 @@ void launch_finish(const Arguments& args, bool sampled, cudaStream_t stream)
 void launch_decode_step(const Arguments& args, bool sampled, cudaStream_t stream)
 {
     ScanArguments scan{args.scores, sampled ? args.temperature : nullptr,
-                       args.active, args.partials,
+                       args.parked, args.partials,
                        args.rows,   args.vocab,
                        args.chunks};
     launch_scan(scan, stream);

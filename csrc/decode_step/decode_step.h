@@ -32,7 +32,7 @@ struct Arguments {
     const float* temperature;   // null where the scores are final
     const int64_t *seed, *request, *sample, *limit, *stop_ids;
     int64_t *token, *position, *length;
-    bool* active;
+    bool* parked;
     uint8_t* finish;
     int64_t* tokens;
     float* logprobs;

@@ -67,7 +67,7 @@ void decode_step(const at::Tensor& scores, const std::optional<at::Tensor>& raw_
                  const std::optional<at::Tensor>& temperature, const at::Tensor& seed,
                  const at::Tensor& request, const at::Tensor& sample, const at::Tensor& limit,
                  const at::Tensor& stop_ids, const at::Tensor& token, const at::Tensor& position,
-                 const at::Tensor& length, const at::Tensor& active, const at::Tensor& finish,
+                 const at::Tensor& length, const at::Tensor& parked, const at::Tensor& finish,
                  const at::Tensor& tokens, const at::Tensor& logprobs, bool sampled)
 {
     TORCH_CHECK(scores.is_cuda(), "decode_step: scores must be on a CUDA device, got ",
@@ -86,7 +86,7 @@ void decode_step(const at::Tensor& scores, const std::optional<at::Tensor>& raw_
     check_vector(token, "token", at::kLong, scores);
     check_vector(position, "position", at::kLong, scores);
     check_vector(length, "length", at::kLong, scores);
-    check_vector(active, "active", at::kBool, scores);
+    check_vector(parked, "parked", at::kBool, scores);
     check_vector(finish, "finish", at::kByte, scores);
     check_output(tokens, "tokens", at::kLong, scores, tokens.dim() == 2 ? tokens.size(1) : 0);
     check_output(logprobs, "logprobs", at::kFloat, scores, tokens.size(1));
@@ -115,7 +115,7 @@ void decode_step(const at::Tensor& scores, const std::optional<at::Tensor>& raw_
     args.token = token.mutable_data_ptr<int64_t>();
     args.position = position.mutable_data_ptr<int64_t>();
     args.length = length.mutable_data_ptr<int64_t>();
-    args.active = active.mutable_data_ptr<bool>();
+    args.parked = parked.mutable_data_ptr<bool>();
     args.finish = finish.mutable_data_ptr<uint8_t>();
     args.tokens = tokens.mutable_data_ptr<int64_t>();
     args.logprobs = logprobs.mutable_data_ptr<float>();
@@ -133,5 +133,5 @@ void decode_step(const at::Tensor& scores, const std::optional<at::Tensor>& raw_
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
 {
     m.def("decode_step", &ds_hybrid::decode_step,
-          "Choose every active row's next token and record it (CUDA)");
+          "Choose the next token of every row that is not parked and record it (CUDA)");
 }

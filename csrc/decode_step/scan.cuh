@@ -26,7 +26,7 @@ constexpr int kScanWarps = kScanThreads / kWarp;
 struct ScanArguments {
     Matrix logits;
     const float* temperature;  // null for 1
-    const bool* active;
+    const bool* parked;
     Partial* partials;
     int rows, vocab, chunks;
 };
@@ -154,7 +154,7 @@ __device__ __forceinline__ void load_chunk(Chunk<Element>& loaded, const ScanArg
         }
     }
     loaded.temperature = args.temperature != nullptr ? args.temperature[row] : 1.0f;
-    loaded.active = args.active[row];
+    loaded.active = !args.parked[row];
 }
 
 template <typename Element>

@@ -24,10 +24,14 @@ class StepPlan:
     write_positions: torch.Tensor  # [B, T] int64: where each token's key and value go
     kv_length: int  # how many cache positions attention reads
     before: torch.Tensor  # [B] int64: tokens of each row so far
-    after: torch.Tensor  # [B] int64: tokens of each row when this forward is done
+    after: torch.Tensor | None = None  # [B] int64: tokens when this forward is done; None: one more
     parked: torch.Tensor | None = None  # [B] bool: lanes whose state must keep its bits; None for a prefill
     token_mask: torch.Tensor | None = None  # [B, T] bool: False on padding; None: no padding
     first: bool = False  # the first tokens of their sequences: there is no earlier state
+
+    def lengths(self) -> torch.Tensor:
+        """[B] int64: tokens of each row when this forward is done."""
+        return self.before + 1 if self.after is None else self.after
 
 
 class PlanHolder:
@@ -147,7 +151,7 @@ class SlotGdnLayer(LinearAttentionLayer):
         """Store what :meth:`read` returns next time."""
         plan = self.holder.plan
         kernel = window.shape[-1]
-        order = self.holder.once(("ring", kernel), lambda: ring_order(plan.after, kernel))
+        order = self.holder.once(("ring", kernel), lambda: ring_order(plan.lengths(), kernel))
         ring = window.gather(2, order.expand(window.shape))
         if plan.slots is None:
             before = self.window[: plan.lanes]

@@ -100,13 +100,13 @@ class Arena:
 
     @contextmanager
     def parked(self) -> Iterator[None]:
-        """No row is active inside: keys go to the scratch slot and everything else keeps its bits."""
-        active = self.state.active.clone()
-        self.state.active.fill_(False)
+        """All rows are parked inside: keys go to the scratch slot and everything else keeps its bits."""
+        parked = self.state.parked.clone()
+        self.state.parked.fill_(True)
         try:
             yield
         finally:
-            self.state.active.copy_(active)
+            self.state.parked.copy_(parked)
 
     def release(self) -> None:
         """Give the cache, the state and the graphs back."""

@@ -188,11 +188,11 @@ class StopFlags:
 
     def __init__(self, state: DecodeState):
         self.state = state
-        self.asynchronous = state.active.device.type != "cpu"
+        self.asynchronous = state.parked.device.type != "cpu"
         self._queued: deque[tuple[torch.Tensor, Any, list[int | None]]] = deque()
 
     def record(self, occupants: list[int | None]) -> None:
-        flags = self.state.active[: len(occupants)]
+        flags = self.state.parked[: len(occupants)]
         event = None
         if self.asynchronous:
             pinned = torch.empty(flags.shape, dtype=flags.dtype, device="cpu", pin_memory=True)
@@ -210,8 +210,8 @@ class StopFlags:
                 event.synchronize()
             ended.update(
                 slot
-                for slot, active in enumerate(flags.tolist())
-                if not active and then[slot] is not None and then[slot] == occupants[slot]
+                for slot, parked in enumerate(flags.tolist())
+                if parked and then[slot] is not None and then[slot] == occupants[slot]
             )
         return sorted(ended)
 

@@ -22,7 +22,7 @@ class DecodeState:
     position: torch.Tensor  # [S] int64, its position in the sequence, and where its key will be written
     length: torch.Tensor  # [S] int64, tokens answered so far
     limit: torch.Tensor  # [S] int64, most tokens of an answer
-    active: torch.Tensor  # [S] bool
+    parked: torch.Tensor  # [S] bool: not in flight, nothing of the row changes
     finish: torch.Tensor  # [S] uint8: RUNNING, STOPPED or LENGTH
     seed: torch.Tensor  # [S] int64; with request, sample and position the key of the noise
     request: torch.Tensor  # [S] int64
@@ -49,7 +49,7 @@ class DecodeState:
             position=zeros(slots),
             length=zeros(slots),
             limit=zeros(slots),
-            active=zeros(slots, dtype=torch.bool),
+            parked=zeros(slots, dtype=torch.bool).fill_(True),
             finish=zeros(slots, dtype=torch.uint8),
             seed=zeros(slots),
             request=zeros(slots),
@@ -79,7 +79,7 @@ class DecodeState:
         state.position.copy_(upload(lengths, device) - 1)
         state.request.copy_(upload(requests, device))
         state.sample.copy_(upload(samples, device))
-        state.active.fill_(True)
+        state.parked.fill_(False)
         state.limit.fill_(plan.max_new_tokens)
         state.seed.fill_(plan.seed)
         state.temperature.fill_(plan.temperature or 1.0)
@@ -120,7 +120,7 @@ class DecodeState:
 
     def park(self) -> None:
         """No row is in flight."""
-        self.active.fill_(False)
+        self.parked.fill_(True)
         self.finish.fill_(RUNNING)
 
     def bytes(self) -> int:

@@ -30,20 +30,19 @@ def decode_step(
         cache: holds the lanes' slots 0..B-1.
         state: B rows.
         kind: what to compute.
-        kv_length: cache positions attention reads; no active row may stand beyond it.
+        kv_length: cache positions attention reads; no row in flight may stand beyond it.
         masked: whether attention wants a mask over them; not where it goes by the rows' own positions.
         choose: the ``decode_step`` op, or its torch reference.
     """
     lanes = state.token.numel()
-    position, parked = state.position[:, None], ~state.active
+    position = state.position[:, None]
     plan = StepPlan(
         lanes=lanes,
         slots=None,
         kv_length=kv_length,
-        parked=parked,
+        parked=state.parked,
         write_positions=position,
         before=state.position,
-        after=state.position + 1,
     )
     mask = None
     if masked:
@@ -54,7 +53,7 @@ def decode_step(
 
 
 def advance(state: DecodeState, logits: torch.Tensor, kind: SamplingKind, choose: Callable) -> None:
-    """Turn logits [B, V] into the next token of every active row, with its logprob and the row's bookkeeping."""
+    """Turn logits [B, V] into the next token of every row in flight, with its logprob and the row's bookkeeping."""
     scores, temperature = logits, state.temperature
     if kind.penalised:
         scores = penalise_repetition(scores, state.seen, state.penalty)
@@ -74,7 +73,7 @@ def advance(state: DecodeState, logits: torch.Tensor, kind: SamplingKind, choose
         state.token,
         state.position,
         state.length,
-        state.active,
+        state.parked,
         state.finish,
         state.tokens,
         state.logprobs,

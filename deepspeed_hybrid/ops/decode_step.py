@@ -90,13 +90,14 @@ def decode_step_reference(
     token: torch.Tensor,
     position: torch.Tensor,
     length: torch.Tensor,
-    active: torch.Tensor,
+    parked: torch.Tensor,
     finish: torch.Tensor,
     tokens: torch.Tensor,
     logprobs: torch.Tensor,
     sampled: bool,
 ) -> None:
     """What :func:`decode_step` does, in plain torch on any device."""
+    active = ~parked
     advance = active.long()
     position.add_(advance)
     choice, logprob = choose_token(scores, raw_logits, temperature, seed, request, sample, position, sampled)
@@ -111,12 +112,12 @@ def decode_step_reference(
     stopped = active & (choice[:, None] == stop_ids[None, :]).any(dim=-1)
     out_of_length = active & ~stopped & (length >= limit)
     finish.masked_fill_(stopped, STOPPED).masked_fill_(out_of_length, LENGTH)
-    active.logical_and_(~(stopped | out_of_length))
+    parked.logical_or_(stopped | out_of_length)
 
 
 @torch.library.custom_op(
     "deepspeed_hybrid::decode_step",
-    mutates_args=("token", "position", "length", "active", "finish", "tokens", "logprobs"),
+    mutates_args=("token", "position", "length", "parked", "finish", "tokens", "logprobs"),
     device_types="cuda",
 )
 def decode_step(
@@ -131,17 +132,17 @@ def decode_step(
     token: torch.Tensor,
     position: torch.Tensor,
     length: torch.Tensor,
-    active: torch.Tensor,
+    parked: torch.Tensor,
     finish: torch.Tensor,
     tokens: torch.Tensor,
     logprobs: torch.Tensor,
     sampled: bool,
 ) -> None:
-    """Choose the next token of every active row and record it, in place.
+    """Choose the next token of every row that is not parked and record it, in place.
 
-    An active row's position and length advance by one, its token and logprob are written at column ``length`` of the
-    output buffers, and it becomes inactive at a stop id (STOPPED) or at its limit (LENGTH; a stop id on the last
-    allowed token is STOPPED). Nothing of an inactive row changes.
+    A row's position and length advance by one, its token and logprob are written at column ``length`` of the output
+    buffers, and it is parked at a stop id (STOPPED) or at its limit (LENGTH; a stop id on the last allowed token is
+    STOPPED). Nothing of a parked row changes.
 
     On CUDA this is one pass over the scores, one over ``raw_logits`` if given, and a look at one chunk a row, without
     a host sync; the first call builds it. A row's token and logprob are bit-equal in any batch. On a CPU it is
@@ -152,7 +153,7 @@ def decode_step(
         limit: [B] int64, the most tokens a row may produce.
         stop_ids: [N] int64, padded with -1.
         token, position, length: [B] int64, updated.
-        active: [B] bool, updated.
+        parked: [B] bool, updated.
         finish: [B] uint8 of RUNNING, STOPPED or LENGTH, updated.
         tokens: [B, C] int64, updated.
         logprobs: [B, C] fp32, updated.
@@ -169,7 +170,7 @@ def decode_step(
         token,
         position,
         length,
-        active,
+        parked,
         finish,
         tokens,
         logprobs,

@@ -119,7 +119,7 @@ class LateFlags(StopFlags):
         self.asynchronous = True
 
     def record(self, occupants) -> None:
-        self._queued.append((self.state.active[: len(occupants)].clone(), None, list(occupants)))
+        self._queued.append((self.state.parked[: len(occupants)].clone(), None, list(occupants)))
 
 
 @pytest.mark.parametrize("poll_every", [1, 3, 1000])

@@ -294,14 +294,14 @@ def test_an_arena_grows_and_does_not_shrink(arena):
 
 def test_parked_is_undone_even_by_an_error(arena):
     arena.reserve(2, 10)
-    arena.state.active.copy_(torch.tensor([True, False]))
+    arena.state.parked.copy_(torch.tensor([False, True]))
     with pytest.raises(KeyError), arena.parked():
-        assert not arena.state.active.any()
+        assert arena.state.parked.all()
         raise KeyError
-    assert arena.state.active.tolist() == [True, False]
+    assert arena.state.parked.tolist() == [False, True]
     with arena.parked():
         pass
-    assert arena.state.active.tolist() == [True, False]
+    assert arena.state.parked.tolist() == [False, True]
 
 
 def test_unrelated_calls_do_not_multiply():

@@ -38,7 +38,7 @@ def filled(rows: int, columns: int, value: int) -> DecodeState:
 
 def test_an_empty_state_is_parked_and_harmless():
     state = DecodeState.empty(SLOTS, COLUMNS, CPU)
-    assert not state.active.any() and bool((state.finish == RUNNING).all())
+    assert state.parked.all() and bool((state.finish == RUNNING).all())
     assert bool((state.temperature == 1).all()) and bool((state.penalty == 1).all())
     assert bool((state.stop_ids == -1).all()) and state.seen is None
     assert state.tokens.shape == state.logprobs.shape == (SLOTS, COLUMNS)
@@ -49,6 +49,7 @@ def test_an_empty_state_is_parked_and_harmless():
 def test_lanes_are_views(count):
     state = DecodeState.empty(SLOTS, COLUMNS, CPU)
     state.track_seen(VOCAB)
+    state.parked.fill_(False)
     lanes = state.lanes(count)
     for name, lane in tensors(lanes).items():
         whole = getattr(state, name)
@@ -83,15 +84,17 @@ def test_rows_go_to_their_slots_and_nowhere_else():
 
 def test_rows_without_seen_leave_seen_alone():
     state = filled(SLOTS, COLUMNS, 1)
+    state.parked.fill_(False)
     state.store(torch.tensor([2]), DecodeState.empty(1, COLUMNS, CPU))
-    assert state.seen.all() and not state.active[2]
+    assert state.seen.all() and state.parked.tolist() == [slot == 2 for slot in range(SLOTS)]
 
 
 def test_parking():
     state = filled(SLOTS, COLUMNS, 1)
+    state.parked.fill_(False)
     state.finish.copy_(torch.tensor([RUNNING, STOPPED, LENGTH, RUNNING, STOPPED, LENGTH]))
     state.park()
-    assert not state.active.any() and bool((state.finish == RUNNING).all())
+    assert state.parked.all() and bool((state.finish == RUNNING).all())
     assert state.tokens.all()
 
 
@@ -102,7 +105,7 @@ def test_starting_rows():
     state = DecodeState.starting([4, 6, 6], [0, 0, 1], [7, 1, 1], options, 5, CPU)
     assert state.position.tolist() == [6, 0, 0] and state.length.tolist() == [0, 0, 0]
     assert state.request.tolist() == [4, 6, 6] and state.sample.tolist() == [0, 0, 1]
-    assert state.active.all() and state.limit.tolist() == [5] * 3 and state.seed.tolist() == [-5] * 3
+    assert not state.parked.any() and state.limit.tolist() == [5] * 3 and state.seed.tolist() == [-5] * 3
     for name, value in dict(temperature=0.7, top_p_tail=1 - 0.9, min_p=0.05, penalty=1.3).items():
         assert torch.equal(getattr(state, name), torch.full((3,), value)), name
     assert state.top_k.tolist() == [4] * 3

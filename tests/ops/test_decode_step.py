@@ -64,7 +64,7 @@ def log_softmax_at(scores: list[float], entry: int) -> float:
 def step_row(arguments: dict, row: int) -> None:
     """What one row of the buffers becomes, in place."""
     a = arguments
-    if not a["active"][row]:
+    if a["parked"][row]:
         return
     a["position"][row] += 1
     scores = a["scores"][row].float().numpy()
@@ -79,9 +79,9 @@ def step_row(arguments: dict, row: int) -> None:
     a["logprobs"][row, column] = log_softmax_at([float(score) for score in source], choice)
     a["length"][row] += 1
     if choice in a["stop_ids"].tolist():
-        a["finish"][row], a["active"][row] = STOPPED, False
+        a["finish"][row], a["parked"][row] = STOPPED, True
     elif a["length"][row] >= a["limit"][row]:
-        a["finish"][row], a["active"][row] = LENGTH, False
+        a["finish"][row], a["parked"][row] = LENGTH, True
 
 
 def run_both(arguments: dict, steps: int = 1) -> dict:
@@ -131,9 +131,9 @@ def test_strided_rows(row_stride):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nothing_else_changes(dtype):
     arguments = decode_arguments(7, 33, dtype=dtype, raw=dtype)
-    inactive = ~arguments["active"]
-    arguments["scores"][inactive] = float("nan")
-    arguments["length"][inactive] = 10**6
+    parked = arguments["parked"].clone()
+    arguments["scores"][parked] = float("nan")
+    arguments["length"][parked] = 10**6
     after = copied(arguments)
     decode_step(**after)
 
@@ -141,8 +141,8 @@ def test_nothing_else_changes(dtype):
         if isinstance(before, torch.Tensor) and name not in MUTATED:
             assert same_bits(before, after[name]), name
     for name in MUTATED:
-        assert same_bits(arguments[name][inactive], after[name][inactive]), name
-    for row in arguments["active"].nonzero()[:, 0]:
+        assert same_bits(arguments[name][parked], after[name][parked]), name
+    for row in (~arguments["parked"]).nonzero()[:, 0]:
         others = torch.arange(after["tokens"].shape[1]) != arguments["length"][row]
         assert (after["tokens"][row, others] == POISON_TOKEN).all()
         assert after["logprobs"][row, others].isnan().all()
@@ -155,7 +155,7 @@ def test_a_row_does_not_depend_on_its_batch():
     for row in range(6):
         alone = rows_of(arguments, slice(row, row + 1))
         decode_step(**alone)
-        for name in ("token", "position", "length", "active", "finish", "tokens"):
+        for name in ("token", "position", "length", "parked", "finish", "tokens"):
             assert torch.equal(alone[name][0], together[name][row]), name
         assert_close(alone["logprobs"][0], together["logprobs"][row])
 
@@ -165,7 +165,7 @@ def test_impossible_tokens_are_never_chosen():
         arguments = decode_arguments(3, 40, seed=seed)
         arguments["scores"][:, torch.arange(40) % 13 != 4] = -math.inf
         actual = run_both(arguments)
-        active = arguments["active"]
+        active = ~arguments["parked"]
         assert (actual["token"][active] % 13 == 4).all()
 
 
@@ -256,7 +256,7 @@ def test_the_end_of_a_row(stops, limit, finish):
     arguments["length"][0] = 3
     actual = run_both(arguments)
     assert actual["finish"].item() == finish
-    assert actual["active"].item() == (finish == RUNNING)
+    assert actual["parked"].item() == (finish != RUNNING)
     assert actual["length"].item() == 4 and actual["tokens"][0, 3] == 5
 
     # A finished row stays as it is.

@@ -216,7 +216,7 @@ def test_parked_lanes_keep_their_bits(family):
     )
     finished = [next(rows)]
     arena = rollout._arena
-    parked = ~arena.state.active[:4]
+    parked = arena.state.parked[:4].clone()
     assert parked.sum() >= 2 and parked[3] and not parked.all()
     kinds = {name for layer in arena.cache.layers for name in layer.tensors()}
     attention, gdn = {"kv_keys", "kv_values"}, {"gdn_conv", "gdn_state"}

@@ -56,7 +56,7 @@ def test_logprobs_against_float64(vocab, dtype, raw):
     decode_step(**actual)
     final = arguments["scores"].float() / arguments["temperature"][:, None]
     source = (final if raw is None else arguments["raw_logits"]).double().log_softmax(dim=-1)
-    for row in arguments["active"].nonzero()[:, 0]:
+    for row in (~arguments["parked"]).nonzero()[:, 0]:
         logprob = actual["logprobs"][row, arguments["length"][row]]
         assert_close(logprob, source[row, actual["token"][row]])
 
@@ -106,7 +106,7 @@ def test_only_one_chunk_is_possible(first, last, dtype, sampled):
     arguments = decode_arguments(8, 9217, dtype=dtype, sampled=sampled)
     arguments["scores"][:, :first] = arguments["scores"][:, last:] = -float("inf")
     actual = run_both(arguments)
-    tokens = actual["token"][actual["active"]]
+    tokens = actual["token"][~actual["parked"]]
     assert ((first <= tokens) & (tokens < last)).all()
 
 
@@ -116,7 +116,7 @@ def test_the_best_chunk_is_the_ragged_last_one(dtype, sampled):
     arguments = decode_arguments(8, 9218, dtype=dtype, sampled=sampled)
     arguments["scores"][:, 9216:] += 100
     actual = run_both(arguments)
-    assert (actual["token"][actual["active"]] >= 9216).all()
+    assert (actual["token"][~actual["parked"]] >= 9216).all()
 
 
 @pytest.mark.parametrize("sampled", [True, False], ids=["sampled", "greedy"])
@@ -124,7 +124,7 @@ def test_a_row_without_a_possible_token_takes_the_first(sampled):
     arguments = decode_arguments(8, 9217, sampled=sampled)
     arguments["scores"][:] = -float("inf")
     actual = run_both(arguments)
-    assert (actual["token"][actual["active"]] == 0).all()
+    assert (actual["token"][~actual["parked"]] == 0).all()
 
 
 def test_more_chunks_than_threads_of_a_block():
@@ -145,7 +145,7 @@ def test_flat_peaked_and_shifted_scores(scale, offset, sampled):
     assert torch.equal(actual["token"].cpu(), expected["token"])
     # At an offset of 1000, fp32's own logsumexp is off by more than the op: compare with float64.
     exact = arguments["scores"].double().log_softmax(dim=-1).gather(1, expected["token"][:, None])[:, 0]
-    active = arguments["active"]
+    active = ~arguments["parked"]
     logprobs = actual["logprobs"].cpu().gather(1, arguments["length"][:, None])[:, 0]
     assert_close(logprobs[active], exact[active])
 
@@ -174,14 +174,14 @@ def test_a_row_has_the_same_bits_in_any_batch(dtype, sampled):
 
 
 @pytest.mark.parametrize("sampled", [True, False], ids=["sampled", "greedy"])
-def test_nothing_of_an_inactive_row_changes(sampled):
+def test_nothing_of_a_parked_row_changes(sampled):
     arguments = decode_arguments(9, 4097, sampled=sampled, raw=torch.bfloat16)
-    inactive = ~arguments["active"]
-    arguments["scores"][inactive] = float("nan")
-    arguments["length"][inactive] = 10**6
+    parked = arguments["parked"].clone()
+    arguments["scores"][parked] = float("nan")
+    arguments["length"][parked] = 10**6
     actual = run_both(arguments)
     for name in MUTATED:
-        assert same_bits(arguments[name][inactive], actual[name].cpu()[inactive]), name
+        assert same_bits(arguments[name][parked], actual[name].cpu()[parked]), name
 
 
 def test_output_buffers_may_be_wider():
@@ -212,7 +212,7 @@ def test_inside_a_graph(sampled):
         torch.cuda.synchronize()
         decode_step_reference(**expected)
         assert_same_buffers(actual, expected)
-        assert bool(actual["active"].any()) == (replay < 2)
+        assert bool(actual["parked"].all()) == (replay >= 2)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
@@ -271,7 +271,7 @@ def test_opcheck(dtype):
         ("temperature", lambda tensor: tensor.double(), "temperature must be"),
         ("seed", lambda tensor: tensor.int(), "seed must be"),
         ("position", lambda tensor: tensor[:-1], "position must be contiguous with one value a row"),
-        ("active", lambda tensor: tensor.byte(), "active must be"),
+        ("parked", lambda tensor: tensor.byte(), "parked must be"),
         ("limit", lambda tensor: tensor.cpu(), "limit is on cpu"),
         ("tokens", lambda tensor: tensor[:, :0], "tokens must be"),
         ("logprobs", lambda tensor: tensor[:, :-1], "logprobs must be"),
