@@ -290,6 +290,7 @@ class ModelCall:
         # The auxiliary loss of a mixture of experts is training's; it would read the mask, which here is a dict.
         self.quiet_options = {"output_router_logits": False} if "output_router_logits" in parameters else {}
         self.forwards = 0
+        self._kept_mask: torch.Tensor | None = None
         self._cache_checked = False
 
     @property
@@ -345,14 +346,19 @@ class ModelCall:
 
     def _mask_argument(self, mask: torch.Tensor | None, input_ids: torch.Tensor):
         if mask is None and (self.additive_mask or not self.takes_mask_dict):
-            length = input_ids.shape[1]
-            mask = torch.ones(length, length, dtype=torch.bool, device=input_ids.device).tril_()[None, None]
-            mask = mask.expand(input_ids.shape[0], -1, -1, -1)
+            mask = self._causal_mask(input_ids.shape[1], input_ids.device).expand(input_ids.shape[0], -1, -1, -1)
         if mask is not None and self.additive_mask:
             dtype = self.embedding.weight.dtype
-            lowest = torch.finfo(dtype).min
-            mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, lowest)
+            mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
         return {"full_attention": mask, "linear_attention": None} if self.takes_mask_dict else mask
+
+    def _causal_mask(self, length: int, device: torch.device) -> torch.Tensor:
+        """[1, 1, length, length] bool. A decode step of chains, which reads none, has one of a single token: kept."""
+        mask = self._kept_mask
+        if length > 1 or mask is None or mask.device != device:
+            mask = torch.ones(length, length, dtype=torch.bool, device=device).tril_()[None, None]
+            self._kept_mask = mask if length == 1 else self._kept_mask
+        return mask
 
     def _check(self, output, cache: Cache) -> None:
         returned = getattr(output, self.cache_keyword, None)

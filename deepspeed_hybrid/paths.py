@@ -24,12 +24,14 @@ from deepspeed_hybrid.ops.batch_invariant import (
     residual_linear_in_groups,
 )
 from deepspeed_hybrid.ops.decode_step import decode_step, decode_step_reference
+from deepspeed_hybrid.ops.embedded_rows import embedded_rows, embedded_rows_reference
 from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves, fused_silu_mul_halves_reference
 from deepspeed_hybrid.ops.gated_norm import gated_norm
 from deepspeed_hybrid.ops.gdn_conv import gdn_conv
 from deepspeed_hybrid.ops.gdn_decode import gdn_decode, gdn_decode_reference
 from deepspeed_hybrid.ops.gdn_gates import gdn_gates, gdn_gates_reference
 from deepspeed_hybrid.ops.loader import op_obstacle, triton_obstacle
+from deepspeed_hybrid.ops.rotary_tables import rotary_tables, rotary_tables_reference
 from deepspeed_hybrid.segments.apply import refuse_kernelized
 from deepspeed_hybrid.segments.decoder_layer import DecodeOps
 from deepspeed_hybrid.segments.gathered import GatheredWeights, is_partitioned, partition_obstacle
@@ -234,6 +236,8 @@ def chain_ops(device: torch.device, backend: str, batch_invariant: bool = False)
             partial(attention_of_one_row, attention_decode_reference)
             if batch_invariant
             else attention_decode_reference,
+            embedded_rows_reference,
+            rotary_tables_reference,
         )
     obstacle = _triton_off(backend)
     if obstacle:
@@ -242,7 +246,7 @@ def chain_ops(device: torch.device, backend: str, batch_invariant: bool = False)
     if batch_invariant:
         products = partial(normed_linear_in_groups, products[0]), partial(residual_linear_in_groups, products[1])
     attention = partial(attention_decode, splits=SPLITS) if batch_invariant else attention_decode
-    return DecodeOps(fused_linear.normed_rows, *products, gdn_decode, attention)
+    return DecodeOps(fused_linear.normed_rows, *products, gdn_decode, attention, embedded_rows, rotary_tables)
 
 
 def prompt_ops(device: torch.device, backend: str, off: dict[str, str]) -> PromptOps:
@@ -253,7 +257,7 @@ def prompt_ops(device: torch.device, backend: str, off: dict[str, str]) -> Promp
     if obstacle:
         off["prompt ops"] = obstacle
         return MODELS_OWN
-    return PromptOps(gdn_conv, fused_linear.normed_rows, gated_norm)
+    return PromptOps(gdn_conv, fused_linear.normed_rows, gated_norm, rotary_tables)
 
 
 def _triton_off(backend: str) -> str | None:

@@ -53,6 +53,8 @@ class DecodeOps:
     residual_linear: Callable
     gdn: Callable
     attention: Callable
+    embedded_rows: Callable
+    rotary_tables: Callable
 
 
 def decoder_layer_obstacle(layer: nn.Module, segments: list[Segment]) -> str | None:

@@ -26,11 +26,19 @@ from deepspeed_hybrid.segments.norm import as_rms_norm, rms_norm
 from deepspeed_hybrid.segments.plan import ATTENTION, GDN, GLU, Segment, plan_segments
 from deepspeed_hybrid.segments.prompts import MODELS_OWN, PromptOps, norm_binding, prompt_norms
 from deepspeed_hybrid.segments.replayable import prompt_obstacle
+from deepspeed_hybrid.segments.step_inputs import (
+    embedding_binding,
+    embedding_obstacle,
+    rotary_binding,
+    rotary_obstacle,
+)
 from deepspeed_hybrid.segments.weights import PACKED, FusedLinear, WeightSyncReport, refresh, sync, timed
 
 WHOLE_MODEL = "model"  # in a report under ZeRO-3: every parameter is copied, in a segment or not
 
 HEAD = -1  # the key of the last norm and the head, among layer numbers
+EMBEDDING, ROTARY = "embedding", "rotary"  # the keys of what is before the layers
+KERNELS = {EMBEDDING: "one launch with the first norm", ROTARY: "one launch for cos and sin"}
 
 
 class Injection:
@@ -107,7 +115,7 @@ class Injection:
         self.bindings = bindings
 
     def _chains(self, ops: DecodeOps) -> list[Binding]:
-        """Of the decoder layers and the head that can be chains."""
+        """Of what is before the layers, and of the decoder layers and the head that can be chains."""
         decoder, prepared, bindings = text_model(self.model), PreparedNorm(), []
         for index, layer in enumerate(decoder.layers):
             if self.unchained[index] is None:
@@ -122,6 +130,11 @@ class Injection:
                 bindings.append(
                     decoder_layer_binding(layer, segments, self.fused, ops, input_norm, next_norm, prepared)
                 )
+        if self.inputs[EMBEDDING] is None:
+            first_norm = rms_norm(decoder.layers[0].input_layernorm)
+            bindings.append(embedding_binding(decoder.embed_tokens, first_norm, ops.embedded_rows, prepared))
+        if self.inputs[ROTARY] is None:
+            bindings.append(rotary_binding(decoder.rotary_emb, ops.rotary_tables, self.prompt.rotary_tables))
         if self.unchained[HEAD] is None:
             head = self.model.get_output_embeddings()
             bindings.extend(head_bindings(decoder.norm, head, rms_norm(decoder.norm), ops, prepared))
@@ -129,24 +142,31 @@ class Injection:
 
     def replan(self) -> bool:
         """Look at the modules again (an adapter, a hook, another layer); whether the plan is another one."""
-        before = self.segments, self.unchained, self.norms, self.prompt_obstacle
+        before = self._planned
         self._plan_anew()
-        return (self.segments, self.unchained, self.norms, self.prompt_obstacle) != before
+        return self._planned != before
+
+    @property
+    def _planned(self) -> tuple:
+        return self.segments, self.unchained, self.inputs, self.norms, self.prompt_obstacle
 
     def _plan_anew(self) -> None:
-        """The segments, which layers are no chains, which norms run our forward, and why the forward of prompts is not
-        captured (None: it is)."""
-        self.segments, self.unchained, self.norms, self.prompt_obstacle = self._plan()
+        """The segments, which layers are no chains, what before them is left alone, which norms run our forward, and
+        why the forward of prompts is not captured (None: it is)."""
+        self.segments, self.unchained, self.inputs, self.norms, self.prompt_obstacle = self._plan()
         # Whether some attention layer runs the model's own forward in a decode step, which wants a mask.
         kinds = enumerate(layer_kinds(self.model))
         self.masked = any(kind == "full_attention" and self.unchained[index] for index, kind in kinds)
 
-    def _plan(self) -> tuple[list[Segment], dict[int, str | None], list[nn.Module], str | None]:
+    def _plan(
+        self,
+    ) -> tuple[list[Segment], dict[int, str | None], dict[str, str | None], list[nn.Module], str | None]:
         with self.gathered.bare() if self.gathered is not None else nullcontext():
             check_scans(self.model)
             segments = [] if self.kinds is None else plan_segments(self.model, self.kinds)
             unchained = self._unchained(segments)
-            return segments, unchained, self._norms(unchained), prompt_obstacle(self.model)
+            inputs = self._unfused_inputs(unchained)
+            return segments, unchained, inputs, self._norms(unchained), prompt_obstacle(self.model)
 
     def _unchained(self, segments: list[Segment]) -> dict[int, str | None]:
         """Why the decode step of each layer (and of HEAD) is not one chain; None where it is."""
@@ -159,6 +179,17 @@ class Injection:
             of_layer[segment.layer].append(segment)
         reasons = {index: decoder_layer_obstacle(layer, of_layer[index]) for index, layer in enumerate(decoder.layers)}
         return {HEAD: head_obstacle(self.model, decoder, self.model.get_output_embeddings()), **reasons}
+
+    def _unfused_inputs(self, unchained: dict[int, str | None]) -> dict[str, str | None]:
+        """Why embedding and rotary embedding are left alone; None where they run ours. They are in no one segment."""
+        if self.kinds != "all" or isinstance(self.chain, str):
+            partly = "no segment is fused" if self.kinds is None else f"only segments of kind {self.kinds!r} are fused"
+            return dict.fromkeys((EMBEDDING, ROTARY), self.chain if isinstance(self.chain, str) else partly)
+        decoder = text_model(self.model)
+        return {
+            EMBEDDING: embedding_obstacle(self.model, decoder, unchained[0]),
+            ROTARY: rotary_obstacle(decoder.rotary_emb),
+        }
 
     def _norms(self, unchained: dict[int, str | None]) -> list[nn.Module]:
         """Those that run our forward; the last one does so in the head's product where that is chained."""
@@ -232,6 +263,9 @@ class Injection:
             where = "head" if index == HEAD else str(index)
             table.append((where, "decode_step", "left alone" if reason else "one chain of ops", "-", reason or ""))
         table.sort(key=lambda row: float("inf") if row[0] == "head" else int(row[0]))
+        for name, reason in reversed(self.inputs.items()):
+            kernel = "left alone" if reason else KERNELS[name]
+            table.insert(0, (name, "decode_step", kernel, "-", reason or ""))
         if self.norms:
             table.append(("all", "norm", f"one launch for each of {len(self.norms)}", "-", ""))
         return table

@@ -22,7 +22,7 @@ import transformers
 from torch import nn
 
 LAYER, ATTENTION_CORE, MLP, GATED_DELTA_NET = "DecoderLayer", "Attention", "MLP", "GatedDeltaNet"
-GATED_NORM, NORM = "RMSNormGated", "RMSNorm"
+GATED_NORM, NORM, ROTARY = "RMSNormGated", "RMSNorm", "RotaryEmbedding|TextRotaryEmbedding"
 DECODER, CAUSAL_MODEL = "Model|TextModel", "ForCausalLM|ForConditionalGeneration"
 # folder of transformers.models -> prefix of its classes
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_5": "Qwen3_5", "qwen3_next": "Qwen3Next"}

@@ -22,6 +22,7 @@ class PromptOps:
     gdn_conv: Callable | None = None
     normed_rows: Callable | None = None
     gated_norm: Callable | None = None
+    rotary_tables: Callable | None = None
 
 
 MODELS_OWN = PromptOps()
