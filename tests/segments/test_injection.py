@@ -278,7 +278,8 @@ def watched(model: nn.Module, seen: list) -> None:
 
 def expected_bindings(model: nn.Module) -> set[str]:
     paths = {f"model.{segment.path}" for segment in plan_segments(model) if segment.kind != "fused_attention"}
-    chains = {"model.norm", "lm_head", *(f"model.layers.{layer}" for layer in range(4))}
+    # The embedding is watched, and so left alone.
+    chains = {"model.rotary_emb", "model.norm", "lm_head", *(f"model.layers.{layer}" for layer in range(4))}
     return paths | chains | {f"model.layers.3.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj")}
 
 

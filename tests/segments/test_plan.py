@@ -256,7 +256,9 @@ def test_describe_shows_every_segment():
     rows = described(rollout_of(model, segki_kernel="all"))
 
     chains = {(where, "decode_step") for where in ("0", "1", "2", "3", "head")}
-    assert set(rows) == {(str(segment.layer), segment.kind) for segment in plan_segments(model)} | chains
+    inputs = {("embedding", "decode_step"), ("rotary", "decode_step")}
+    assert set(rows) == {(str(segment.layer), segment.kind) for segment in plan_segments(model)} | chains | inputs
+    assert all(rows[one].startswith("one launch ") for one in inputs)
     assert rows["0", GDN].startswith("one product of in_proj_qkv in_proj_z in_proj_b in_proj_a ")
     assert rows["0", GDN].split()[-1] == "aliased"
     assert rows["0", GLU].startswith("one product of gate_proj up_proj ") and rows["0", GLU].split()[-1] == "aliased"

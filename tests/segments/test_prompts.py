@@ -36,6 +36,7 @@ from deepspeed_hybrid.compat import text_model
 from deepspeed_hybrid.ops.fused_linear import normed_rows, normed_rows_reference
 from deepspeed_hybrid.ops.gated_norm import gated_norm, gated_norm_reference
 from deepspeed_hybrid.ops.gdn_conv import gdn_conv, gdn_conv_reference
+from deepspeed_hybrid.ops.rotary_tables import rotary_tables, rotary_tables_reference
 from deepspeed_hybrid.segments.apply import bound
 from deepspeed_hybrid.segments.injection import Injection
 from deepspeed_hybrid.segments.prompts import PromptOps, norm_binding
@@ -57,6 +58,7 @@ def with_ops(rollout: HybridEngineRollout) -> list[Counter]:
         partial(counted, "gdn_conv", gdn_conv_reference),
         partial(counted, "normed_rows", normed_rows_reference),
         partial(counted, "gated_norm", gated_norm_reference),
+        partial(counted, "rotary_tables", rotary_tables_reference),
     )
     injection.replan()
     injection.follow()
@@ -66,7 +68,7 @@ def with_ops(rollout: HybridEngineRollout) -> list[Counter]:
 
 def counts_of(model: nn.Module) -> Counter:
     """Of a forward through every layer; the last norm is in the head's product."""
-    decoder, counts = text_model(model), Counter()
+    decoder, counts = text_model(model), Counter(rotary_tables=1)
     for layer in decoder.layers:
         heads = hasattr(layer, "self_attn") and hasattr(layer.self_attn, "q_norm")
         counts.update(normed_rows=4 if heads else 2)
@@ -116,7 +118,7 @@ def test_logits_are_hugging_faces(family):
 
 def test_a_cpu_runs_the_models_own():
     rollout = rollout_of(tiny_model())
-    assert rollout._injection.prompt == PromptOps(None, None, None) and rollout._injection.norms == []
+    assert rollout._injection.prompt == PromptOps(None, None, None, None) and rollout._injection.norms == []
     assert "prompt ops" not in rollout.describe() and "launch for each" not in rollout.describe()
 
 
@@ -126,7 +128,7 @@ def test_a_gpu_runs_tritons_or_says_why(backend, monkeypatch):
     off: dict[str, str] = {}
     ops = paths.prompt_ops(torch.device("cuda"), backend, off)
     if backend in ("auto", "triton"):
-        assert ops == PromptOps(gdn_conv, normed_rows, gated_norm) and off == {}
+        assert ops == PromptOps(gdn_conv, normed_rows, gated_norm, rotary_tables) and off == {}
     else:
         assert ops == PromptOps() and off == {"prompt ops": f"segki_backend is {backend!r}"}
     monkeypatch.setattr(paths, "triton_obstacle", lambda: "Triton is not installed")
