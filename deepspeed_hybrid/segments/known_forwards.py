@@ -20,6 +20,7 @@ from typing import Any
 
 import transformers
 from torch import nn
+from torch.utils import _contextlib
 
 LAYER, ATTENTION_CORE, MLP, GATED_DELTA_NET = "DecoderLayer", "Attention", "MLP", "GatedDeltaNet"
 GATED_NORM, NORM, ROTARY = "RMSNormGated", "RMSNorm", "RotaryEmbedding|TextRotaryEmbedding"
@@ -29,10 +30,12 @@ FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_5": "Qw
 # Functions of the same file that such a forward calls and that decide what it computes.
 HELPERS = {ATTENTION_CORE: ("apply_rotary_pos_emb", "rotate_half", "eager_attention_forward")}
 TRANSFORMERS_FOLDER = os.path.dirname(transformers.__file__)
+# Wrappers from here compute nothing; torch's are no_grad and the like, that of rotary embeddings in some versions.
+NEUTRAL_WRAPPERS = (TRANSFORMERS_FOLDER, _contextlib.__file__)
 
 
 class StrangeWrapper(Exception):
-    """A function is wrapped by something that is not transformers' own."""
+    """A function is wrapped by something that is neither transformers' own nor one of torch's gradient modes."""
 
 
 def has_known_forward(module: nn.Module, kind: str) -> bool:
@@ -79,7 +82,7 @@ def _functions(forward: Callable, kind: str) -> list[Any]:
 
 
 def _plain(function: Any) -> Any:
-    """A function without the wrappers that transformers puts around it.
+    """A function without the wrappers that transformers puts around it, and those of gradient modes.
 
     Raises:
         StrangeWrapper: somebody else's wrapper is among them, and may do anything.
@@ -87,7 +90,7 @@ def _plain(function: Any) -> Any:
     if isinstance(function, nn.Module):
         function = type(function).forward
     while hasattr(function, "__wrapped__"):
-        if not getattr(function, "__code__", _plain.__code__).co_filename.startswith(TRANSFORMERS_FOLDER):
+        if not getattr(function, "__code__", _plain.__code__).co_filename.startswith(NEUTRAL_WRAPPERS):
             raise StrangeWrapper
         function = function.__wrapped__
     if not hasattr(function, "__code__"):

@@ -99,5 +99,5 @@ def _launch(
             BLOCK_K=block_k,
             BLOCK_ROWS=block_rows,
             num_warps=4 if k <= 4096 else 8,
-            **pdl(x),
+            **pdl(x, first=ids is not None),  # embeddings are what a step begins with
         )
