@@ -59,10 +59,10 @@ def embedding_forward(
     """[B, T] int64 -> [B, T, D]: ours for one token a row, the module's own for a prompt."""
     if input_ids.shape[-1] != 1:
         return type(module).forward(module, input_ids)
-    ids = input_ids.reshape(-1)
+    ids = input_ids.reshape(-1).contiguous()  # those of a prompt of one token may be a column of a wider tensor
     hidden, scaled, squares = op(ids, module.weight, first_norm.weight, first_norm.offset, first_norm.eps)
     prepared.put(hidden, first_norm, scaled, squares)
-    return hidden.view(*input_ids.shape, -1)
+    return hidden.view(*input_ids.shape, hidden.shape[1])
 
 
 # ------------------------------------------------------------------------------------------------------------- rotary

@@ -20,9 +20,12 @@ from deepspeed_hybrid.compat import text_model
 from deepspeed_hybrid.generation import arena as arena_module
 from deepspeed_hybrid.generation.step import decode_step
 from deepspeed_hybrid.ops.decode_step import decode_step as choose
+from deepspeed_hybrid.ops.embedded_rows import embedded_rows
 from deepspeed_hybrid.ops.rotary_tables import rotary_tables
+from deepspeed_hybrid.segments.decoder_layer import PreparedNorm
 from deepspeed_hybrid.segments.injection import EMBEDDING, ROTARY
-from deepspeed_hybrid.segments.step_inputs import rotary_binding, rotary_obstacle
+from deepspeed_hybrid.segments.norm import rms_norm
+from deepspeed_hybrid.segments.step_inputs import embedding_binding, rotary_binding, rotary_obstacle
 
 pytestmark = pytest.mark.core
 
@@ -202,6 +205,25 @@ def test_what_is_odd_later_is_left_alone_too():
 def test_both_want_every_segment(options, reason):
     inputs = rollout_of(tiny_model(), **options)._injection.inputs
     assert len(inputs) == 2 and all(reason in one for one in inputs.values())
+
+
+# ---------------------------------------------------------------------------------------------------------- embedding
+
+
+@torch.no_grad()
+def test_ids_that_lie_apart():
+    """As those of prompts of one token do; longer prompts are the module's own."""
+    decoder, called = tiny_model().model, []
+    norm, ids = rms_norm(decoder.layers[0].input_layernorm), torch.arange(12).view(3, 4)
+
+    def op(*args):
+        called.append(args)
+        return embedded_rows(*args)
+
+    forward = embedding_binding(decoder.embed_tokens, norm, op, PreparedNorm()).forward
+    for columns, ours in ((ids[:, 2:3], True), (ids[:, :1], True), (ids[:, 1:], False), (ids[:0, :1], True)):
+        called.clear()
+        assert same_bits(forward(columns), decoder.embed_tokens(columns)) and bool(called) == ours
 
 
 # ------------------------------------------------------------------------------------------------------------- rotary
