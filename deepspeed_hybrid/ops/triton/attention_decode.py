@@ -63,8 +63,10 @@ def _block(keys, values, block, cached, D: tl.constexpr, BLOCK_D: tl.constexpr, 
 
 @triton.jit
 def _take_block(q, k, v, valid, scale, peak, total, acc):
-    """The running softmax after one more block, which has a valid position: the new peak is finite, and a first peak of
-    -inf weighs 0."""
+    """The running softmax after one more block.
+
+    The block has a valid position: the new peak is finite, and a first peak of -inf weighs 0.
+    """
     scores = tl.dot(q, k, input_precision="ieee") * scale
     scores = tl.where(valid[None, :], scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, axis=1))
