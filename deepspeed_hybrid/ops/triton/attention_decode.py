@@ -48,36 +48,6 @@ def _norm_and_rotate(
 
 
 @triton.jit
-def _block(keys, values, block, cached, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr):
-    """Keys [BLOCK_D, BLOCK] and values [BLOCK, BLOCK_D] of a block, and which of its positions are cached.
-
-    Masked loads give zeros, so what lies beyond the row's position cannot spread, not even a NaN.
-    """
-    dims = tl.arange(0, BLOCK_D)
-    index = block * BLOCK + tl.arange(0, BLOCK)
-    valid = index < cached
-    k = tl.load(keys + index[None, :] * D + dims[:, None], mask=valid[None, :] & (dims < D)[:, None], other=0.0)
-    v = tl.load(values + index[:, None] * D + dims[None, :], mask=valid[:, None] & (dims < D)[None, :], other=0.0)
-    return k, v, valid
-
-
-@triton.jit
-def _take_block(q, k, v, valid, scale, peak, total, acc):
-    """The running softmax after one more block.
-
-    The block has a valid position: the new peak is finite, and a first peak of -inf weighs 0.
-    """
-    scores = tl.dot(q, k, input_precision="ieee") * scale
-    scores = tl.where(valid[None, :], scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, axis=1))
-    faded = tl.exp2(peak - new_peak)
-    weights = tl.exp2(scores - new_peak[:, None])
-    total = total * faded + tl.sum(weights, axis=1)
-    acc = tl.dot(weights.to(v.dtype), v, acc * faded[:, None], input_precision="ieee")
-    return new_peak, total, acc
-
-
-@triton.jit
 def _attend(
     projected,
     cos,
@@ -135,11 +105,6 @@ def _attend(
     cached = tl.load(position + row).to(tl.int32)
     if split * BLOCK > cached:
         return
-    head_start = (row * HKV + kv_head) * capacity * D
-    keys += head_start
-    values += head_start
-    # The first block is older than this step, so that it is asked for ahead of the projection's end.
-    k, v, valid = _block(keys, values, split, cached, D, BLOCK_D, BLOCK)
     wait(PDL)
 
     PER_HEAD: tl.constexpr = 2 * D if GATED else D
@@ -151,6 +116,9 @@ def _attend(
         queries, (members < GROUP)[:, None], q_norm, cos, sin, norm_offset, eps, D, R, BLOCK_D, NORM_Q
     ).to(keys.dtype.element_ty)
 
+    head_start = (row * HKV + kv_head) * capacity * D
+    keys += head_start
+    values += head_start
     peak = tl.full([GROUP_TILE], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_TILE], tl.float32)
     acc = tl.zeros([GROUP_TILE, BLOCK_D], tl.float32)
@@ -171,12 +139,21 @@ def _attend(
         total += 1.0
         acc += v_new.to(tl.float32)
 
-    # A row's first split may have nothing but the new token.
-    if split * BLOCK < cached:
-        peak, total, acc = _take_block(q, k, v, valid, scale, peak, total, acc)
-    for block in range(split + splits, tl.cdiv(cached, BLOCK), splits):
-        k, v, valid = _block(keys, values, block, cached, D, BLOCK_D, BLOCK)
-        peak, total, acc = _take_block(q, k, v, valid, scale, peak, total, acc)
+    for block in range(split, tl.cdiv(cached, BLOCK), splits):
+        index = block * BLOCK + tl.arange(0, BLOCK)
+        # Masked loads give zeros, so what lies beyond the row's position cannot spread, not even a NaN.
+        valid = index < cached
+        k = tl.load(keys + index[None, :] * D + dims[:, None], mask=valid[None, :] & (dims < D)[:, None], other=0.0)
+        v = tl.load(values + index[:, None] * D + dims[None, :], mask=valid[:, None] & (dims < D)[None, :], other=0.0)
+        scores = tl.dot(q, k, input_precision="ieee") * scale
+        scores = tl.where(valid[None, :], scores, float("-inf"))
+        # Every block of the loop has a valid position: the new peak is finite, and a first peak of -inf weighs 0.
+        new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+        faded = tl.exp2(peak - new_peak)
+        weights = tl.exp2(scores - new_peak[:, None])
+        total = total * faded + tl.sum(weights, axis=1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * faded[:, None], input_precision="ieee")
+        peak = new_peak
 
     if DIRECT:
         mixed = acc / total[:, None]

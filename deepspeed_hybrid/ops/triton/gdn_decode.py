@@ -154,16 +154,12 @@ def gdn_decode_kernel(
     q *= tl.rsqrt(tl.sum(q * q) + L2_EPSILON) * (KEY_DIM**-0.5)
     k *= tl.rsqrt(tl.sum(k * k) + L2_EPSILON)
 
-    # Both sums are over the state as it was, so that one follows the other without a wait, and the store waits for the
-    # first alone: q (decay S + k delta) = decay (q S) + (q k) delta.
-    decay = tl.exp(-rate * _softplus(a))
-    recalled = tl.sum(memory * k[:, None], axis=0)
-    queried = tl.sum(memory * q[:, None], axis=0)
-    delta = (v - decay * recalled) * _sigmoid(b)
-    memory = memory * decay + k[:, None] * delta[None, :]
+    memory *= tl.exp(-rate * _softplus(a))
+    delta = (v - tl.sum(memory * k[:, None], axis=0)) * _sigmoid(b)
+    memory += k[:, None] * delta[None, :]
     tl.store(state_place, memory.to(state.dtype.element_ty), mask=state_mask)
 
-    core = decay * queried + tl.sum(q * k) * delta
+    core = tl.sum(memory * q[:, None], axis=0)
     core *= tl.rsqrt(tl.sum(core * core) / VALUE_DIM + eps)
     tl.store(out_place, (core * norm * gate).to(out.dtype.element_ty), mask=value_mask)
 
