@@ -24,29 +24,6 @@
 
 namespace ds_hybrid {
 
-// Which chunk is chosen, and the whole row's Partial, of the chunks' ones.
-struct Verdict {
-    Choice chunk;
-    Partial total;
-};
-
-struct Judge {
-    float scale;
-    __device__ __forceinline__ Verdict operator()(const Verdict& a, const Verdict& b) const
-    {
-        const float highest = fmaxf(a.total.max, b.total.max);
-        const float of_a = a.total.sum * quick_exp2((a.total.max - highest) * scale);
-        const float of_b = b.total.sum * quick_exp2((b.total.max - highest) * scale);
-        return {better(a.chunk, b.chunk), {highest, of_a + of_b}};
-    }
-};
-
-__device__ __forceinline__ Verdict exchange(const Verdict& verdict, int mask)
-{
-    return {exchange(verdict.chunk, mask),
-            {exchange(verdict.total.max, mask), exchange(verdict.total.sum, mask)}};
-}
-
 namespace {
 
 constexpr int kFinishThreads = 256;
@@ -56,25 +33,73 @@ constexpr int64_t kChunkNoise = int64_t{1} << 33;  // chunk c draws as this entr
 
 enum Finish : uint8_t { kRunning = 0, kStopped = 1, kLength = 2 };
 
-// `chosen` and `counted` are the partials of what is chosen from and of what the sum is over.
-template <bool sampled>
-__device__ __forceinline__ Verdict judge(const Partial* chosen, const Partial* counted, int chunks,
-                                         float temperature, float counted_temperature,
-                                         const NoiseKey& key)
+// -inf by itself: its division takes a slow path.
+__device__ __forceinline__ float tempered(float score, float temperature)
 {
-    const Judge combine{scale_of(counted_temperature)};
+    return score == -INFINITY ? score : score / temperature;
+}
+
+// A chunk's partials: of what is chosen from, and of what the sum is over.
+struct Found {
+    Partial chosen, counted;
+};
+
+__device__ __forceinline__ Found find(const Arguments& args, int row, int chunk)
+{
     // Finite where every entry is -inf: no difference of infinities arises.
-    Verdict verdict{{-INFINITY, 0}, {-FLT_MAX, 0.0f}};
-    for (int chunk = threadIdx.x; chunk < chunks; chunk += kFinishThreads) {
-        const Partial found = chosen[chunk];
-        float score = found.max;
+    if (chunk >= args.chunks) return {{-INFINITY, 0.0f}, {-FLT_MAX, 0.0f}};
+    const Partial* partials = args.partials + static_cast<int64_t>(row) * args.chunks + chunk;
+    const bool raw = args.raw_logits.data != nullptr;
+    return {partials[0], partials[raw ? static_cast<int64_t>(args.rows) * args.chunks : 0]};
+}
+
+// Which chunk is chosen, and the whole row's Partial.
+struct Verdict {
+    Choice chunk;
+    Partial total;
+};
+
+// `found` is this thread's first.
+template <bool sampled>
+__device__ __forceinline__ Verdict judge(const Arguments& args, int row, Found found,
+                                         float temperature, float scale, const NoiseKey& key)
+{
+    constexpr int kWarps = kFinishThreads / kWarp;
+    Choice best{-INFINITY, 0};
+    Partial total{-FLT_MAX, 0.0f};
+    for (int chunk = threadIdx.x; chunk < args.chunks; chunk += kFinishThreads) {
+        float score = found.chosen.max;
         if (sampled) {
-            score = found.max / temperature + logf(found.sum) +
+            score = tempered(score, temperature) + logf(found.chosen.sum) +
                     gumbel(noise_word(key, kChunkNoise + chunk));
         }
-        verdict = combine(verdict, {{score, chunk}, counted[chunk]});
+        best = better(best, {score, chunk});
+        const float highest = fmaxf(total.max, found.counted.max);
+        total.sum = total.sum * quick_exp2((total.max - highest) * scale) +
+                    found.counted.sum * quick_exp2((found.counted.max - highest) * scale);
+        total.max = highest;
+        found = find(args, row, chunk + kFinishThreads);
     }
-    return reduce_block<kFinishThreads / kWarp>(verdict, combine);
+
+    __shared__ Verdict of_warps[kWarps];
+    const float highest = reduce_warp(total.max, Maximum());
+    const float sum = reduce_warp(total.sum * quick_exp2((total.max - highest) * scale), Sum());
+    best = reduce_warp(best, Better());
+    if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = {best, {highest, sum}};
+    __syncthreads();
+
+    Verdict verdict{of_warps[0].chunk, {of_warps[0].total.max, 0.0f}};
+#pragma unroll
+    for (int warp = 1; warp < kWarps; ++warp) {
+        verdict.chunk = better(verdict.chunk, of_warps[warp].chunk);
+        verdict.total.max = fmaxf(verdict.total.max, of_warps[warp].total.max);
+    }
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) {
+        const Partial& part = of_warps[warp].total;
+        verdict.total.sum += part.sum * quick_exp2((part.max - verdict.total.max) * scale);
+    }
+    return verdict;
 }
 
 // What a thread looks at of the chosen chunk; -inf past the row's end.
@@ -107,7 +132,9 @@ __device__ __forceinline__ int choose_entry(const Entries& entries, float temper
         const uint4 drawn = noise_words(key, static_cast<uint32_t>(entries.begin) / kGroup);
         const uint32_t words[kGroup] = {drawn.x, drawn.y, drawn.z, drawn.w};
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) scores[i] = scores[i] / temperature + gumbel(words[i]);
+        for (int i = 0; i < kGroup; ++i) {
+            scores[i] = tempered(scores[i], temperature) + gumbel(words[i]);
+        }
     }
     // Where no entry is finite, the first of the chunk is the choice.
     Choice best{-INFINITY, entries.begin};
@@ -135,7 +162,8 @@ __global__ void __launch_bounds__(kFinishThreads) finish_row(const Arguments arg
     wait_for_predecessor();
     // All that depends on nothing is asked for together, and none of it waits for `parked`.
     const int row = blockIdx.x;
-    const bool active = !args.parked[row];
+    const bool parked = args.parked[row];
+    const Found found = find(args, row, threadIdx.x);
     // The noise belongs to the position of the token being chosen, one past the last one.
     const int64_t position = args.position[row] + 1, length = args.length[row];
     const int64_t limit = args.limit[row];
@@ -144,15 +172,12 @@ __global__ void __launch_bounds__(kFinishThreads) finish_row(const Arguments arg
     const NoiseKey key{static_cast<uint64_t>(args.seed[row]), static_cast<uint32_t>(position),
                        static_cast<uint32_t>(args.sample[row]),
                        static_cast<uint32_t>(args.request[row])};
-    if (!active) return;
+    if (parked) return;
 
     const bool raw = args.raw_logits.data != nullptr;
-    const Matrix& source = raw ? args.raw_logits : args.scores;
-    const float source_temperature = raw ? 1.0f : temperature;
-    const Partial* chosen = args.partials + static_cast<int64_t>(row) * args.chunks;
-    const Partial* counted = chosen + (raw ? static_cast<int64_t>(args.rows) * args.chunks : 0);
+    const float counted_temperature = raw ? 1.0f : temperature;
     const Verdict verdict =
-        judge<sampled>(chosen, counted, args.chunks, temperature, source_temperature, key);
+        judge<sampled>(args, row, found, temperature, scale_of(counted_temperature), key);
     const Entries entries =
         load_entries(row_of<Element>(args.scores, row), args.vocab, verdict.chunk.index);
     const int token = choose_entry<sampled>(entries, temperature, key);
@@ -161,14 +186,20 @@ __global__ void __launch_bounds__(kFinishThreads) finish_row(const Arguments arg
         stops_here |= args.stop_ids[i] == token;
     }
     const bool stopped = __syncthreads_or(stops_here);
-    if (threadIdx.x != 0) return;
 
+    // The thread that has the token goes on.
+    if (token < entries.begin || token >= entries.begin + kGroup) return;
+    float score = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+        if (token == entries.begin + i) score = entries.values[i];
+    }
+    if (raw) score = element(args.raw_logits, row, token);
     const int64_t column = min(length, args.columns - 1);
     args.token[row] = token;
     args.tokens[row * args.tokens_stride + column] = token;
     args.logprobs[row * args.logprobs_stride + column] =
-        (element(source, row, token) - verdict.total.max) / source_temperature -
-        logf(verdict.total.sum);
+        (score - verdict.total.max) / counted_temperature - logf(verdict.total.sum);
     args.position[row] = position;
     args.length[row] = length + 1;
     if (stopped || length + 1 >= limit) {

@@ -59,7 +59,8 @@ __device__ __forceinline__ Value reduce_warp(Value value, Combine combine)
     return value;
 }
 
-// Every thread ends with the whole block's, and the same bits.
+// Every thread ends with the whole block's, and the same bits. Once a kernel for each Value:
+// nothing waits before the shared memory is written again.
 template <int Warps, typename Value, typename Combine>
 __device__ __forceinline__ Value reduce_block(Value value, Combine combine)
 {
@@ -70,7 +71,6 @@ __device__ __forceinline__ Value reduce_block(Value value, Combine combine)
     value = of_warps[0];
 #pragma unroll
     for (int warp = 1; warp < Warps; ++warp) value = combine(value, of_warps[warp]);
-    __syncthreads();  // before of_warps is written again
     return value;
 }
 
