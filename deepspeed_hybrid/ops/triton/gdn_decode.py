@@ -112,11 +112,12 @@ def gdn_decode_kernel(
         return
 
     # What is older than this step, state and window, is asked for ahead of the projection's end, as the weights are;
-    # the state first. Of this step only this program writes them.
+    # the state first. Of this step only this program writes them. A state passes once a step and leaves the L2 cache
+    # first, which then writes it back in better order.
     state_place = state + (row * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM)
     state_place += within[:, None] * VALUE_DIM + within[None, :]
     state_mask = key_mask[:, None] & value_mask[None, :]
-    memory = tl.load(state_place, mask=state_mask, other=0.0).to(tl.float32)
+    memory = tl.load(state_place, mask=state_mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     window += row * (CHANNELS * CONV_KERNEL)
     now = (tl.load(position + row) % CONV_KERNEL).to(tl.int32)
     shift = tl.load(dt_bias + head).to(tl.float32)
@@ -157,7 +158,7 @@ def gdn_decode_kernel(
     memory *= tl.exp(-rate * _softplus(a))
     delta = (v - tl.sum(memory * k[:, None], axis=0)) * _sigmoid(b)
     memory += k[:, None] * delta[None, :]
-    tl.store(state_place, memory.to(state.dtype.element_ty), mask=state_mask)
+    tl.store(state_place, memory.to(state.dtype.element_ty), mask=state_mask, eviction_policy="evict_first")
 
     core = tl.sum(memory * q[:, None], axis=0)
     core *= tl.rsqrt(tl.sum(core * core) / VALUE_DIM + eps)
