@@ -33,11 +33,22 @@ constexpr int64_t kChunkNoise = int64_t{1} << 33;  // chunk c draws as this entr
 
 enum Finish : uint8_t { kRunning = 0, kStopped = 1, kLength = 2 };
 
-// -inf by itself: its division takes a slow path.
-__device__ __forceinline__ float tempered(float score, float temperature)
-{
-    return score == -INFINITY ? score : score / temperature;
-}
+// Division by a temperature, rounded as IEEE asks, without the branches of an ordinary one, so that
+// several run beside each other: an estimate by the rounded reciprocal, and what it leaves.
+struct Temperature {
+    float value, reciprocal;
+
+    __device__ __forceinline__ explicit Temperature(float value)
+        : value(value), reciprocal(1.0f / value)
+    {
+    }
+    __device__ __forceinline__ float divide(float score) const
+    {
+        const float estimate = score * reciprocal;
+        const float exact = fmaf(fmaf(-estimate, value, score), reciprocal, estimate);
+        return fabsf(estimate) < INFINITY ? exact : estimate;
+    }
+};
 
 // A chunk's partials: of what is chosen from, and of what the sum is over.
 struct Found {
@@ -62,7 +73,8 @@ struct Verdict {
 // `found` is this thread's first.
 template <bool sampled>
 __device__ __forceinline__ Verdict judge(const Arguments& args, int row, Found found,
-                                         float temperature, float scale, const NoiseKey& key)
+                                         const Temperature& temperature, float scale,
+                                         const NoiseKey& key)
 {
     constexpr int kWarps = kFinishThreads / kWarp;
     Choice best{-INFINITY, 0};
@@ -70,8 +82,8 @@ __device__ __forceinline__ Verdict judge(const Arguments& args, int row, Found f
     for (int chunk = threadIdx.x; chunk < args.chunks; chunk += kFinishThreads) {
         float score = found.chosen.max;
         if (sampled) {
-            score = tempered(score, temperature) + logf(found.chosen.sum) +
-                    gumbel(noise_word(key, kChunkNoise + chunk));
+            const float noise = gumbel(noise_word(key, kChunkNoise + chunk));
+            score = temperature.divide(score) + logf(found.chosen.sum) + noise;
         }
         best = better(best, {score, chunk});
         const float highest = fmaxf(total.max, found.counted.max);
@@ -122,24 +134,24 @@ __device__ __forceinline__ Entries load_entries(const Element* row, int vocab, i
 }
 
 template <bool sampled>
-__device__ __forceinline__ int choose_entry(const Entries& entries, float temperature,
+__device__ __forceinline__ int choose_entry(const Entries& entries, const Temperature& temperature,
                                             const NoiseKey& key)
 {
-    float scores[kGroup];
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) scores[i] = entries.values[i];
+    float noise[kGroup] = {};
     if (sampled) {
         const uint4 drawn = noise_words(key, static_cast<uint32_t>(entries.begin) / kGroup);
         const uint32_t words[kGroup] = {drawn.x, drawn.y, drawn.z, drawn.w};
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) {
-            scores[i] = tempered(scores[i], temperature) + gumbel(words[i]);
-        }
+        for (int i = 0; i < kGroup; ++i) noise[i] = gumbel(words[i]);
     }
     // Where no entry is finite, the first of the chunk is the choice.
     Choice best{-INFINITY, entries.begin};
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) best = better(best, {scores[i], entries.begin + i});
+    for (int i = 0; i < kGroup; ++i) {
+        const float score = entries.values[i];
+        const float shaken = sampled ? temperature.divide(score) + noise[i] : score;
+        best = better(best, {shaken, entries.begin + i});
+    }
     return reduce_block<kFinishThreads / kWarp>(best, Better()).index;
 }
 
@@ -160,7 +172,7 @@ __global__ void __launch_bounds__(kFinishThreads) finish_row(const Arguments arg
 {
     announce_dependents();
     wait_for_predecessor();
-    // All that depends on nothing is asked for together, and none of it waits for `parked`.
+    // All that depends on nothing is asked for together.
     const int row = blockIdx.x;
     const bool parked = args.parked[row];
     const Found found = find(args, row, threadIdx.x);
@@ -168,14 +180,14 @@ __global__ void __launch_bounds__(kFinishThreads) finish_row(const Arguments arg
     const int64_t position = args.position[row] + 1, length = args.length[row];
     const int64_t limit = args.limit[row];
     const int64_t stop = threadIdx.x < args.stops ? args.stop_ids[threadIdx.x] : -1;
-    const float temperature = sampled && args.temperature != nullptr ? args.temperature[row] : 1.0f;
+    const float degree = sampled && args.temperature != nullptr ? args.temperature[row] : 1.0f;
     const NoiseKey key{static_cast<uint64_t>(args.seed[row]), static_cast<uint32_t>(position),
                        static_cast<uint32_t>(args.sample[row]),
                        static_cast<uint32_t>(args.request[row])};
-    if (parked) return;
 
+    const Temperature temperature(degree);
     const bool raw = args.raw_logits.data != nullptr;
-    const float counted_temperature = raw ? 1.0f : temperature;
+    const float counted_temperature = raw ? 1.0f : degree;
     const Verdict verdict =
         judge<sampled>(args, row, found, temperature, scale_of(counted_temperature), key);
     const Entries entries =
@@ -187,8 +199,9 @@ __global__ void __launch_bounds__(kFinishThreads) finish_row(const Arguments arg
     }
     const bool stopped = __syncthreads_or(stops_here);
 
-    // The thread that has the token goes on.
-    if (token < entries.begin || token >= entries.begin + kGroup) return;
+    // The thread that has the token goes on. A parked row comes this far, with what lies there, so
+    // that its loads need not wait for `parked`.
+    if (parked || token < entries.begin || token >= entries.begin + kGroup) return;
     float score = -INFINITY;
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {

@@ -132,8 +132,7 @@ private:
 #pragma unroll
         for (int row = 0; row < S::kColumns; row += kRowsAtOnce) {
             if (glu && row == kOut) from += static_cast<int64_t>(args_.columns) * args_.inner;
-            copy_chunk(place(stage, row), from + static_cast<int64_t>(row % kOut) * args_.inner,
-                       once_);
+            copy_chunk(place(stage, row), from + static_cast<int64_t>(row % kOut) * args_.inner);
         }
     }
     __device__ __forceinline__ void fetch_x(int stage, int block)
@@ -159,7 +158,6 @@ private:
     const FewRowsArguments& args_;
     uint4* const ring_;
     const int warp_, step_, tile_step_;  // among the warps and the blocks of the cluster
-    const uint64_t once_ = read_once();
     int tile_, block_, stage_ = 0, row_, chunk_;
     const Element* weight_;  // of this lane's first row of the tile
 };

@@ -32,24 +32,6 @@ __device__ __forceinline__ void copy_chunk(uint4* to, const void* from)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(from) : "memory");
 }
 
-// A policy of the L2 cache for what is read once: it goes first.
-__device__ __forceinline__ uint64_t read_once()
-{
-    uint64_t policy = 0;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-#endif
-    return policy;
-}
-
-__device__ __forceinline__ void copy_chunk(uint4* to, const void* from, uint64_t policy)
-{
-    const auto place = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(place),
-                 "l"(from), "l"(policy)
-                 : "memory");
-}
-
 __device__ __forceinline__ void commit_copies()
 {
     asm volatile("cp.async.commit_group;" ::: "memory");
