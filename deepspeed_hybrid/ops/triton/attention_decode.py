@@ -10,8 +10,12 @@ import triton.language as tl
 from deepspeed_hybrid.ops.attention_decode import MAX_SPLITS
 from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
 
-# Two programs for each multiprocessor of the largest Hopper cards, so that one computes while the other loads.
-TARGET_PROGRAMS = 2 * 132
+# Programs for 132 multiprocessors, those of the largest Hopper cards. Where a program has few blocks of positions, one
+# more at work on a multiprocessor hides what another waits for; where it has many, its own loads run ahead.
+FEW_PROGRAMS, MANY_PROGRAMS = 132, 3 * 132
+MANY_BLOCKS = 5
+# Of a block of threads, where four blocks of keys and values are to be under way.
+DEEP_SHARED_BYTES = 160 * 1024
 # The tensor cores' smallest tile.
 MIN_TILE = 16
 
@@ -226,7 +230,17 @@ def _combine(
 
 def choose_splits(rows: int, kv_heads: int, capacity: int, block: int) -> int:
     """As many as fill the card; 1, which saves the second launch, where the rows alone do."""
-    return max(1, min(TARGET_PROGRAMS // (rows * kv_heads), triton.cdiv(capacity, block), MAX_SPLITS))
+    blocks = triton.cdiv(capacity, block)
+    splits = max(1, MANY_PROGRAMS // (rows * kv_heads))
+    if triton.cdiv(blocks, splits) >= MANY_BLOCKS:
+        splits = max(1, FEW_PROGRAMS // (rows * kv_heads))
+    return min(splits, blocks, MAX_SPLITS)
+
+
+def _holds_more(keys: torch.Tensor) -> bool:
+    if not keys.is_cuda:
+        return False
+    return torch.cuda.get_device_properties(keys.device).shared_memory_per_block_optin >= DEEP_SHARED_BYTES
 
 
 def launch(
@@ -268,9 +282,9 @@ def launch(
     # The tensor cores do not take fp32 as it is: there the products need more registers, and the tiles more memory.
     wide = keys.dtype == torch.float32
     num_warps = num_warps or (8 if wide and block_d >= 256 else 4)
-    num_stages = num_stages or (2 if wide else 3)
     splits = splits or choose_splits(rows, kv_heads, capacity, block)
     direct = splits == 1
+    num_stages = num_stages or (2 if wide else 4 if direct and _holds_more(keys) else 3)
     partial = peaks = totals = None
     if not direct:
         partial = out.new_empty(rows, query_heads, splits, head_dim, dtype=torch.float32)
