@@ -22,6 +22,7 @@ from deepspeed_hybrid.generation.graph import GraphRunner
 from deepspeed_hybrid.generation.loop import run_rows
 from deepspeed_hybrid.generation.prompt_graphs import PromptGraphs
 from deepspeed_hybrid.generation.requests import pad_id
+from deepspeed_hybrid.generation.tail import TailShrink
 from deepspeed_hybrid.job import Job, check_job
 from deepspeed_hybrid.paths import Paths, resolve_paths
 from deepspeed_hybrid.profile import continuous_stats, profile
@@ -201,6 +202,7 @@ class HybridEngineRollout(RolloutEngine):
             self.cfg.poll_every,
             self.cfg.use_shared_prefill is not False,
             self.cfg.enable_profiling,
+            TailShrink(self.cfg.shrink_tail),
         )
 
     @contextmanager

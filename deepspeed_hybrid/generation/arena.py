@@ -15,6 +15,7 @@ from deepspeed_hybrid.generation.prompt_graphs import PromptGraphs
 from deepspeed_hybrid.generation.requests import SamplingPlan
 from deepspeed_hybrid.generation.state import DecodeState
 from deepspeed_hybrid.generation.step import decode_step
+from deepspeed_hybrid.generation.transfer import upload
 
 SMALL_SLOT_BUCKETS = (1, 2, 4, 8)
 SLOT_STEP, LENGTH_STEP = 8, 64
@@ -83,11 +84,23 @@ class Arena:
 
     def begin(self, plan: SamplingPlan) -> Callable[[], None]:
         """Park every row and take over the call's options; return one decode step over the reserved lanes."""
-        kind = plan.kind
         self.state.park()
         self.state.set_stop_ids(plan.stop_ids)
-        if kind.penalised:
+        if plan.kind.penalised:
             self.state.track_seen(self.model.vocab_size)
+        return self._step(plan)
+
+    def shrink(self, lanes: int, moves: list[tuple[int, int]], plan: SamplingPlan) -> Callable[[], None]:
+        """Move rows from slot to slot and run fewer lanes from now on; one decode step over them."""
+        if moves:
+            sources, targets = (upload(list(slots), self.device) for slots in zip(*moves, strict=True))
+            self.cache.fork(sources, targets)
+            self.state.move(sources, targets)
+        self.lanes = lanes
+        return self._step(plan)
+
+    def _step(self, plan: SamplingPlan) -> Callable[[], None]:
+        kind = plan.kind
         lanes, kv_length = self.state.lanes(self.lanes), self.kv_length
 
         def run() -> None:  # an eager one may outlive the plan it began with
