@@ -286,9 +286,17 @@ class HybridEngineRollout(RolloutEngine):
         return self._paths.describe()
 
     def memory_report(self) -> dict:
-        """Bytes that generation holds, by kind, and ``state_dtype``."""
-        others = {"packed_weights": self._injection.packed_bytes, "state_dtype": self.cfg.state_dtype}
-        return {**self._arena.bytes_by_kind(), **others}
+        """Bytes that generation holds between calls, by kind, each counted once, and ``state_dtype``.
+
+        ``kv_keys``, ``kv_values``, ``gdn_conv`` and ``gdn_state`` are the cache, ``decode_state`` the rows' state and
+        answers, ``prompt_buffers`` and ``prompt_logits`` the ends of captured prompt forwards, ``graph_pool`` whatever
+        else the private pools of captured graphs have reserved (0 without graphs), ``masks`` a mask that is kept, and
+        ``packed_weights`` copies of weights. Weights are not counted that are the model's own.
+        """
+        mask = self._paths.call.kept_mask
+        others = {"masks": 0 if mask is None else mask.nbytes, "packed_weights": self._injection.packed_bytes}
+        buffers = {**self._arena.bytes_by_kind(), **self._arena.graph_bytes()}
+        return {**buffers, **others, "state_dtype": self.cfg.state_dtype}
 
     def get_last_profile(self) -> dict | None:
         """Times (ms) and rates of the last ``generate()``; None unless ``enable_profiling``."""
@@ -333,6 +341,7 @@ class HybridEngineRollout(RolloutEngine):
         self._run += 1
         self._injection.release()
         self._arena.release()
+        self._paths.call.kept_mask = None
         self._paths.empty_cache()
 
     def shutdown(self) -> None:

@@ -147,7 +147,18 @@ class Arena:
         """Prompt forwards that were captured, so far."""
         return 0 if self.prompts is None else self.prompts.captures
 
+    def graph_bytes(self) -> dict[str, int]:
+        """Bytes of captured prompt forwards and of the graphs' pools. Asks the allocator, which takes a while."""
+        kinds = {"prompt_buffers": 0, "prompt_logits": 0, "graph_pool": 0}
+        runners = [self.graphs]
+        if self.prompts is not None:
+            kinds.update(prompt_buffers=self.prompts.buffer_bytes, prompt_logits=self.prompts.logits_bytes)
+            runners.append(self.prompts.runner)
+        pools = sum(runner.pool_bytes for runner in runners if runner is not None)
+        return {**kinds, "graph_pool": max(0, pools - kinds["prompt_logits"])}
+
     def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes of cache and state."""
         kinds = {"kv_keys": 0, "kv_values": 0, "gdn_conv": 0, "gdn_state": 0, "decode_state": 0}
         if self.cache is not None:
             kinds.update(self.cache.bytes_by_kind(), decode_state=self.state.bytes())
