@@ -190,7 +190,7 @@ class HybridEngineRollout(RolloutEngine):
 
     def _begin(self, job: Job) -> Iterator[list[int]]:
         """Make room, prepare the step (a capture, where there is none yet), and give the rounds of the loop."""
-        self._arena.reserve(job.slots, job.tokens)
+        self._arena.reserve(job.slots, job.tokens, job.plan.kind)
         return run_rows(
             self._arena,
             job.prompts,
@@ -236,7 +236,7 @@ class HybridEngineRollout(RolloutEngine):
         self._follow_weights()
         self._run += self._release_unfit()  # an iterator that is still open stood on what is released here
         self._injection.check()
-        return check_job(request, sampling, self._paths, self.cfg, self.tokenizer)
+        return check_job(request, sampling, self._paths, self.cfg, self.tokenizer, self._arena)
 
     # ---------------------------------------------------------------------------------------------------- weights
 

@@ -5,20 +5,24 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from deepspeed_hybrid.cache.slot_cache import SlotCache
 from deepspeed_hybrid.compat import ModelCall, layer_kinds
+from deepspeed_hybrid.generation.capacity import SlotBytes, cache_bytes, free_bytes, logits_bytes, state_bytes
 from deepspeed_hybrid.generation.graph import GraphRunner
 from deepspeed_hybrid.generation.prompt_graphs import PromptGraphs
 from deepspeed_hybrid.generation.requests import SamplingPlan
+from deepspeed_hybrid.generation.sampling import SamplingKind
 from deepspeed_hybrid.generation.state import DecodeState
 from deepspeed_hybrid.generation.step import decode_step
 from deepspeed_hybrid.generation.transfer import upload
 
 SMALL_SLOT_BUCKETS = (1, 2, 4, 8)
 SLOT_STEP, LENGTH_STEP = 8, 64
+PLAIN = SamplingKind()
 MOST_GROWTH = 2  # room for two different calls may be this many times that for the larger
 
 
@@ -58,20 +62,50 @@ class Arena:
         self.model, self.device, self.state_dtype = model, device, state_dtype
         self.graphs, self.choose, self.masked = graphs, choose, masked
         self.prompts = prompts
+        self.device_free = partial(free_bytes, device)
         self.lanes = self.kv_length = 0
         self.cache: SlotCache | None = None
         self.state: DecodeState | None = None
 
-    def reserve(self, rows: int, tokens: int) -> None:
+    def reserve(self, rows: int, tokens: int, kind: SamplingKind = PLAIN) -> None:
         """Make room for ``rows`` rows of up to ``tokens`` tokens each, and set the buckets of the coming steps."""
         self.lanes, self.kv_length = slot_bucket(rows), length_bucket(tokens)
         if self.cache is None or self.cache.slots < self.lanes or self.cache.capacity < self.kv_length:
             slots, capacity = self._grown() if self.cache else (self.lanes, self.kv_length)
+            if self.lacks(slots, capacity, kind):
+                slots, capacity = self.lanes, self.kv_length  # room for this call alone
             self.release()
             self.cache = SlotCache(layer_kinds(self.model.model), slots, capacity, self.state_dtype)
             self.state = DecodeState.empty(slots, capacity, self.device)
         if not self.masked():
             self.kv_length = self.cache.capacity  # costs nothing, and one captured step serves every length
+
+    def needed(self, rows: int, tokens: int, kind: SamplingKind = PLAIN) -> int:
+        """Bytes to be made for a call that ``reserve()`` has not seen yet; 0 where it fits what is there."""
+        lanes, kv_length = slot_bucket(rows), length_bucket(tokens)
+        if self.cache is not None and lanes <= self.cache.slots and kv_length <= self.cache.capacity:
+            return 0
+        return self._bytes(lanes, kv_length, kind)
+
+    def lacks(self, slots: int, capacity: int, kind: SamplingKind) -> bool:
+        """Whether there is known to be too little memory for buffers of this size."""
+        free = self.free()
+        return free is not None and self._bytes(slots, capacity, kind) > free
+
+    def free(self) -> int | None:
+        """Bytes there are for new buffers, those of the present ones included; None: no limit is known."""
+        free = self.device_free()
+        return None if free is None else free + sum(self.bytes_by_kind().values())
+
+    def _bytes(self, slots: int, capacity: int, kind: SamplingKind) -> int:
+        vocab_size = self.model.vocab_size
+        itemsize = self.model.embedding.weight.dtype.itemsize
+        slot = SlotBytes.of(self.model.model, self.state_dtype)
+        return (
+            cache_bytes(slot, slots, capacity)
+            + state_bytes(slots, capacity, vocab_size, kind)
+            + logits_bytes(slots, vocab_size, itemsize, kind)
+        )
 
     def _grown(self) -> tuple[int, int]:
         """Slots and capacity that hold this call, and the largest so far too, unless the two have little in common.

@@ -252,6 +252,11 @@ class Injection:
         return {path: linear.mode for path, linear in self.fused.items()}
 
     @property
+    def missing_bytes(self) -> int:
+        """Of gathered copies that the next run makes first."""
+        return 0 if self.gathered is None or self.gathered.step is not None else self.gathered.whole_bytes
+
+    @property
     def packed_bytes(self) -> int:
         gathered = 0 if self.gathered is None else self.gathered.nbytes
         return gathered + sum(linear.packed_bytes for linear in self.fused.values())
