@@ -290,7 +290,7 @@ class ModelCall:
         # The auxiliary loss of a mixture of experts is training's; it would read the mask, which here is a dict.
         self.quiet_options = {"output_router_logits": False} if "output_router_logits" in parameters else {}
         self.forwards = 0
-        self._kept_mask: torch.Tensor | None = None
+        self.kept_mask: torch.Tensor | None = None
         self._cache_checked = False
 
     @property
@@ -354,10 +354,10 @@ class ModelCall:
 
     def _causal_mask(self, length: int, device: torch.device) -> torch.Tensor:
         """[1, 1, length, length] bool. A decode step of chains, which reads none, has one of a single token: kept."""
-        mask = self._kept_mask
+        mask = self.kept_mask
         if length > 1 or mask is None or mask.device != device:
             mask = torch.ones(length, length, dtype=torch.bool, device=device).tril_()[None, None]
-            self._kept_mask = mask if length == 1 else self._kept_mask
+            self.kept_mask = mask if length == 1 else self.kept_mask
         return mask
 
     def _check(self, output, cache: Cache) -> None:

@@ -29,6 +29,8 @@ class HybridEngineRolloutConfig:
         state_dtype: dtype of the recurrent state, a torch.dtype or its name.
         max_graphs: captured decode steps kept, and a quarter of the captured prompt shapes; the least recently used is
             dropped first.
+        shrink_tail: once nobody waits for a slot and rows need at most half of the lanes, move them together and go on
+            with fewer. A step of another size may round a last bit otherwise, as any schedule may.
         poll_every: replays between two looks at the stop flags.
         batch_invariant: a row's tokens and logprobs independent of its batch mates, slot and bucket to the last bit:
             prompts one at a time, products by kernels that sum a row in one order. It costs time, and
@@ -50,6 +52,7 @@ class HybridEngineRolloutConfig:
     segki_kernel: str = "all"
     segki_backend: str = "auto"
     state_dtype: torch.dtype | str = torch.float32
+    shrink_tail: bool = True
     max_graphs: int = 8
     poll_every: int = 8
     batch_invariant: bool = False
@@ -63,7 +66,8 @@ class HybridEngineRolloutConfig:
                 getattr(self, name) is None or isinstance(getattr(self, name), bool),
                 "True, False or None",
             )
-        for name in ("enable_profiling", "align_decode_fronts", "enable_cache_trimming", "batch_invariant"):
+        inert = ("align_decode_fronts", "enable_cache_trimming")
+        for name in (*inert, "enable_profiling", "shrink_tail", "batch_invariant"):
             _require(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
         _require(
             "train_consistent",

@@ -29,6 +29,7 @@ def profile(
         "num_prefill_forwards": stats.prefill_forwards,
         "num_prefill_replays": stats.prefill_replays,
         "num_decode_forwards": stats.decode_forwards,
+        "num_tail_shrinks": stats.shrinks,
         "post_processing_ms": times["post_processing_ms"],
         "total_ms": times["total_ms"],
         "num_generated_tokens": tokens,
@@ -67,6 +68,8 @@ def continuous_stats(stats: LoopStats, arena: Arena, lengths: list[int], peak_le
         "tokens_per_second": tokens / (total_ms / 1000) if total_ms > 0 else 0.0,
         "slots": stats.slots,
         "refills": stats.refills,
+        "shrinks": stats.shrinks,
+        "lane_steps": stats.lane_steps,
         "wasted_lane_steps": stats.lane_steps - useful_steps,
         "occupancy": useful_steps / stats.lane_steps if stats.lane_steps else 1.0,
     }

@@ -7,7 +7,6 @@ import functools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 
 import torch
 from deepspeed.runtime.rollout.base import RolloutEngine, RolloutRequest
@@ -20,17 +19,11 @@ from deepspeed_hybrid.generation.arena import Arena
 from deepspeed_hybrid.generation.assemble import assemble, finished_row
 from deepspeed_hybrid.generation.batch import FinishedRow, RolloutBatch
 from deepspeed_hybrid.generation.graph import GraphRunner
-from deepspeed_hybrid.generation.loop import Answers, LoopStats, run_rows
+from deepspeed_hybrid.generation.loop import run_rows
 from deepspeed_hybrid.generation.prompt_graphs import PromptGraphs
-from deepspeed_hybrid.generation.requests import (
-    Prompts,
-    SamplingPlan,
-    check_positions,
-    check_prompts,
-    check_sampling,
-    fresh_seed,
-    pad_id,
-)
+from deepspeed_hybrid.generation.requests import pad_id
+from deepspeed_hybrid.generation.tail import TailShrink
+from deepspeed_hybrid.job import Job, check_job
 from deepspeed_hybrid.paths import Paths, resolve_paths
 from deepspeed_hybrid.profile import continuous_stats, profile
 from deepspeed_hybrid.segments.fingerprint import fingerprint
@@ -43,20 +36,6 @@ PROMPT_GRAPHS = 4  # graphs of prompts to one of a decode step: prompts come in 
 def _say_once(line: str) -> None:
     """A slower path says why, once a process."""
     logger.warning(f"deepspeed_hybrid: {line}")
-
-
-@dataclass(frozen=True)
-class _Job:
-    """One checked call."""
-
-    request: RolloutRequest
-    prompts: Prompts
-    plan: SamplingPlan
-    rows: int
-    slots: int
-    continuous_slots: int | None
-    answers: Answers
-    stats: LoopStats
 
 
 class HybridEngineRollout(RolloutEngine):
@@ -153,7 +132,7 @@ class HybridEngineRollout(RolloutEngine):
             job = self._prepare(request, sampling)
         return self._finished_rows(job, start, time.perf_counter())
 
-    def _finished_rows(self, job: _Job, start: float, ready: float) -> Iterator[FinishedRow]:
+    def _finished_rows(self, job: Job, start: float, ready: float) -> Iterator[FinishedRow]:
         for rows in self._rounds(job):
             for row in rows:
                 with torch.inference_mode(False):
@@ -161,7 +140,7 @@ class HybridEngineRollout(RolloutEngine):
                 yield finished
         self._take_figures(job, start, ready, time.perf_counter())
 
-    def _run_to_the_end(self, job: _Job) -> None:
+    def _run_to_the_end(self, job: Job) -> None:
         """Run the job in one go: nobody can have touched the model since it was prepared."""
         with self._numbered():
             self._injection.freshen()
@@ -169,7 +148,7 @@ class HybridEngineRollout(RolloutEngine):
                 for _ in self._begin(job):
                     pass
 
-    def _rounds(self, job: _Job) -> Iterator[list[int]]:
+    def _rounds(self, job: Job) -> Iterator[list[int]]:
         """Run the job, yielding the rows that have ended. The model is bound only while this generator runs."""
         rounds, begun = None, self._changes
         with self._numbered() as run:
@@ -209,10 +188,9 @@ class HybridEngineRollout(RolloutEngine):
                 self._arena.release()
             raise
 
-    def _begin(self, job: _Job) -> Iterator[list[int]]:
+    def _begin(self, job: Job) -> Iterator[list[int]]:
         """Make room, prepare the step (a capture, where there is none yet), and give the rounds of the loop."""
-        tokens = self.cfg.continuous_cache_capacity or max(job.prompts.lengths) + job.plan.max_new_tokens
-        self._arena.reserve(job.slots, tokens)
+        self._arena.reserve(job.slots, job.tokens, job.plan.kind)
         return run_rows(
             self._arena,
             job.prompts,
@@ -224,6 +202,7 @@ class HybridEngineRollout(RolloutEngine):
             self.cfg.poll_every,
             self.cfg.use_shared_prefill is not False,
             self.cfg.enable_profiling,
+            TailShrink(self.cfg.shrink_tail),
         )
 
     @contextmanager
@@ -246,7 +225,7 @@ class HybridEngineRollout(RolloutEngine):
                 for held, mode in modes:
                     held["training"] = mode
 
-    def _prepare(self, request: RolloutRequest, sampling: BaseSamplingConfig) -> _Job:
+    def _prepare(self, request: RolloutRequest, sampling: BaseSamplingConfig) -> Job:
         """Check everything, change nothing."""
         if self._closed:
             raise RuntimeError("generate() was called after shutdown()")
@@ -254,41 +233,10 @@ class HybridEngineRollout(RolloutEngine):
             raise RuntimeError(
                 "engine.module is another model than when this rollout was made; make a new HybridEngineRollout"
             )
-        call = self._paths.call
         self._follow_weights()
         self._run += self._release_unfit()  # an iterator that is still open stood on what is released here
         self._injection.check()
-        prompts = check_prompts(request.prompt_ids, request.prompt_attention_mask, call.known_ids, self._paths.device)
-        plan = check_sampling(
-            sampling, call.config.vocab_size, getattr(call.model, "generation_config", None), self.tokenizer
-        )
-        if self.cfg.batch_invariant:
-            self._paths.require_chains()
-            plan = replace(plan, kind=replace(plan.kind, invariant=True))
-        pad_id(self.tokenizer)
-        check_positions(prompts.lengths, plan.max_new_tokens, getattr(call.config, "max_position_embeddings", None))
-        capacity, needed = self.cfg.continuous_cache_capacity, max(prompts.lengths) + plan.max_new_tokens
-        if capacity is not None and capacity < needed:
-            raise ValueError(
-                f"continuous_cache_capacity={capacity} is too small: the longest prompt and "
-                f"max_new_tokens need {needed}"
-            )
-        rows = len(prompts.lengths) * plan.samples
-        slots = getattr(sampling, "continuous_batch_size", None)
-        # On a CPU even an elementwise function goes by where in its vectors a number stands.
-        alone = self.cfg.batch_invariant and self._paths.device.type == "cpu"
-        if plan.seed is None:
-            plan = replace(plan, seed=fresh_seed())
-        return _Job(
-            request=request,
-            prompts=prompts,
-            plan=plan,
-            rows=rows,
-            slots=1 if alone else min(rows, slots or rows),
-            continuous_slots=slots,
-            answers=Answers.empty(rows, plan.max_new_tokens, self._paths.device),
-            stats=LoopStats(),
-        )
+        return check_job(request, sampling, self._paths, self.cfg, self.tokenizer, self._arena)
 
     # ---------------------------------------------------------------------------------------------------- weights
 
@@ -338,9 +286,17 @@ class HybridEngineRollout(RolloutEngine):
         return self._paths.describe()
 
     def memory_report(self) -> dict:
-        """Bytes that generation holds, by kind, and ``state_dtype``."""
-        others = {"packed_weights": self._injection.packed_bytes, "state_dtype": self.cfg.state_dtype}
-        return {**self._arena.bytes_by_kind(), **others}
+        """Bytes that generation holds between calls, by kind, each counted once, and ``state_dtype``.
+
+        ``kv_keys``, ``kv_values``, ``gdn_conv`` and ``gdn_state`` are the cache, ``decode_state`` the rows' state and
+        answers, ``prompt_buffers`` and ``prompt_logits`` the ends of captured prompt forwards, ``graph_pool`` whatever
+        else the private pools of captured graphs have reserved (0 without graphs), ``masks`` a mask that is kept, and
+        ``packed_weights`` copies of weights. Weights are not counted that are the model's own.
+        """
+        mask = self._paths.call.kept_mask
+        others = {"masks": 0 if mask is None else mask.nbytes, "packed_weights": self._injection.packed_bytes}
+        buffers = {**self._arena.bytes_by_kind(), **self._arena.graph_bytes()}
+        return {**buffers, **others, "state_dtype": self.cfg.state_dtype}
 
     def get_last_profile(self) -> dict | None:
         """Times (ms) and rates of the last ``generate()``; None unless ``enable_profiling``."""
@@ -350,7 +306,7 @@ class HybridEngineRollout(RolloutEngine):
         """Slots, refills, occupancy and rates of the last call with a ``continuous_batch_size``."""
         return self._last_continuous_stats
 
-    def _take_figures(self, job: _Job, start: float, ready: float, done: float) -> None:
+    def _take_figures(self, job: Job, start: float, ready: float, done: float) -> None:
         end = time.perf_counter()
         times = {
             "prompt_expansion_ms": (ready - start) * 1000,
@@ -385,6 +341,7 @@ class HybridEngineRollout(RolloutEngine):
         self._run += 1
         self._injection.release()
         self._arena.release()
+        self._paths.call.kept_mask = None
         self._paths.empty_cache()
 
     def shutdown(self) -> None:

@@ -110,7 +110,7 @@ BAD_SAMPLING = {
     "repetition_penalty": [0.0, -1.3, math.nan, math.inf],
     "n_samples_per_prompt": [0, -2, 1.5, None],
     "seed": [2**63, -(2**63) - 1, 1.5, "7"],
-    "continuous_batch_size": [0, -3, 2.0],
+    "continuous_batch_size": [0, -3, 2.0, "all"],
     "logprobs_mode": ["none", None],
     "stop_token_ids": [[VOCAB], [-1], [3, 2.5], ["a"], [None], 5, "stop", torch.tensor([VOCAB])],
 }

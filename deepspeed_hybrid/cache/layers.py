@@ -64,6 +64,7 @@ class SlotKVLayer(StaticLayer):
 
     def __init__(self, holder: PlanHolder, slots: int, capacity: int):
         super().__init__(max_cache_len=capacity)
+        self.__dict__.pop("cumulative_length", None)  # a tensor, of one length for all rows
         self.holder, self.slots = holder, slots
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

@@ -5,19 +5,24 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from deepspeed_hybrid.cache.slot_cache import SlotCache
 from deepspeed_hybrid.compat import ModelCall, layer_kinds
+from deepspeed_hybrid.generation.capacity import SlotBytes, cache_bytes, free_bytes, logits_bytes, state_bytes
 from deepspeed_hybrid.generation.graph import GraphRunner
 from deepspeed_hybrid.generation.prompt_graphs import PromptGraphs
 from deepspeed_hybrid.generation.requests import SamplingPlan
+from deepspeed_hybrid.generation.sampling import SamplingKind
 from deepspeed_hybrid.generation.state import DecodeState
 from deepspeed_hybrid.generation.step import decode_step
+from deepspeed_hybrid.generation.transfer import upload
 
 SMALL_SLOT_BUCKETS = (1, 2, 4, 8)
 SLOT_STEP, LENGTH_STEP = 8, 64
+PLAIN = SamplingKind()
 MOST_GROWTH = 2  # room for two different calls may be this many times that for the larger
 
 
@@ -57,20 +62,50 @@ class Arena:
         self.model, self.device, self.state_dtype = model, device, state_dtype
         self.graphs, self.choose, self.masked = graphs, choose, masked
         self.prompts = prompts
+        self.device_free = partial(free_bytes, device)
         self.lanes = self.kv_length = 0
         self.cache: SlotCache | None = None
         self.state: DecodeState | None = None
 
-    def reserve(self, rows: int, tokens: int) -> None:
+    def reserve(self, rows: int, tokens: int, kind: SamplingKind = PLAIN) -> None:
         """Make room for ``rows`` rows of up to ``tokens`` tokens each, and set the buckets of the coming steps."""
         self.lanes, self.kv_length = slot_bucket(rows), length_bucket(tokens)
         if self.cache is None or self.cache.slots < self.lanes or self.cache.capacity < self.kv_length:
             slots, capacity = self._grown() if self.cache else (self.lanes, self.kv_length)
+            if self.lacks(slots, capacity, kind):
+                slots, capacity = self.lanes, self.kv_length  # room for this call alone
             self.release()
             self.cache = SlotCache(layer_kinds(self.model.model), slots, capacity, self.state_dtype)
             self.state = DecodeState.empty(slots, capacity, self.device)
         if not self.masked():
             self.kv_length = self.cache.capacity  # costs nothing, and one captured step serves every length
+
+    def needed(self, rows: int, tokens: int, kind: SamplingKind = PLAIN) -> int:
+        """Bytes to be made for a call that ``reserve()`` has not seen yet; 0 where it fits what is there."""
+        lanes, kv_length = slot_bucket(rows), length_bucket(tokens)
+        if self.cache is not None and lanes <= self.cache.slots and kv_length <= self.cache.capacity:
+            return 0
+        return self._bytes(lanes, kv_length, kind)
+
+    def lacks(self, slots: int, capacity: int, kind: SamplingKind) -> bool:
+        """Whether there is known to be too little memory for buffers of this size."""
+        free = self.free()
+        return free is not None and self._bytes(slots, capacity, kind) > free
+
+    def free(self) -> int | None:
+        """Bytes there are for new buffers, those of the present ones included; None: no limit is known."""
+        free = self.device_free()
+        return None if free is None else free + sum(self.bytes_by_kind().values())
+
+    def _bytes(self, slots: int, capacity: int, kind: SamplingKind) -> int:
+        vocab_size = self.model.vocab_size
+        itemsize = self.model.embedding.weight.dtype.itemsize
+        slot = SlotBytes.of(self.model.model, self.state_dtype)
+        return (
+            cache_bytes(slot, slots, capacity)
+            + state_bytes(slots, capacity, vocab_size, kind)
+            + logits_bytes(slots, vocab_size, itemsize, kind)
+        )
 
     def _grown(self) -> tuple[int, int]:
         """Slots and capacity that hold this call, and the largest so far too, unless the two have little in common.
@@ -83,11 +118,23 @@ class Arena:
 
     def begin(self, plan: SamplingPlan) -> Callable[[], None]:
         """Park every row and take over the call's options; return one decode step over the reserved lanes."""
-        kind = plan.kind
         self.state.park()
         self.state.set_stop_ids(plan.stop_ids)
-        if kind.penalised:
+        if plan.kind.penalised:
             self.state.track_seen(self.model.vocab_size)
+        return self._step(plan)
+
+    def shrink(self, lanes: int, moves: list[tuple[int, int]], plan: SamplingPlan) -> Callable[[], None]:
+        """Move rows from slot to slot and run fewer lanes from now on; one decode step over them."""
+        if moves:
+            sources, targets = (upload(list(slots), self.device) for slots in zip(*moves, strict=True))
+            self.cache.fork(sources, targets)
+            self.state.move(sources, targets)
+        self.lanes = lanes
+        return self._step(plan)
+
+    def _step(self, plan: SamplingPlan) -> Callable[[], None]:
+        kind = plan.kind
         lanes, kv_length = self.state.lanes(self.lanes), self.kv_length
 
         def run() -> None:  # an eager one may outlive the plan it began with
@@ -134,7 +181,18 @@ class Arena:
         """Prompt forwards that were captured, so far."""
         return 0 if self.prompts is None else self.prompts.captures
 
+    def graph_bytes(self) -> dict[str, int]:
+        """Bytes of captured prompt forwards and of the graphs' pools. Asks the allocator, which takes a while."""
+        kinds = {"prompt_buffers": 0, "prompt_logits": 0, "graph_pool": 0}
+        runners = [self.graphs]
+        if self.prompts is not None:
+            kinds.update(prompt_buffers=self.prompts.buffer_bytes, prompt_logits=self.prompts.logits_bytes)
+            runners.append(self.prompts.runner)
+        pools = sum(runner.pool_bytes for runner in runners if runner is not None)
+        return {**kinds, "graph_pool": max(0, pools - kinds["prompt_logits"])}
+
     def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes of cache and state."""
         kinds = {"kv_keys": 0, "kv_values": 0, "gdn_conv": 0, "gdn_state": 0, "decode_state": 0}
         if self.cache is not None:
             kinds.update(self.cache.bytes_by_kind(), decode_state=self.state.bytes())

@@ -9,6 +9,7 @@ import torch
 from deepspeed.runtime.rollout import base
 
 LOGPROB_MODES = ("processed", "raw")
+AUTO = "auto"  # a continuous_batch_size
 
 
 @dataclass
@@ -23,6 +24,8 @@ class SamplingConfig(base.SamplingConfig):
             generation_config's.
         stop_token_ids: further ids that end a row.
         logprobs_mode: 'processed' (the distribution sampled from) or 'raw' (the model's own).
+
+    ``continuous_batch_size`` may also be 'auto': as many slots as there are rows, or as the device has memory for.
     """
 
     seed: int | None = None

@@ -70,6 +70,17 @@ class GraphRunner:
         accelerator = get_accelerator()
         return lambda: accelerator.replay_graph(graph)
 
+    @property
+    def pool_bytes(self) -> int:
+        """What the graphs' private pool has reserved, as the allocator tells; 0 before the first capture."""
+        if not isinstance(self._pool, tuple):
+            return 0
+        return sum(
+            segment["total_size"]
+            for segment in torch.cuda.memory_snapshot()
+            if tuple(segment.get("segment_pool_id", ())) == self._pool
+        )
+
     def release(self) -> None:
         """Drop every graph and the pool."""
         self._graphs.clear()

@@ -18,6 +18,7 @@ from deepspeed_hybrid.generation.requests import Prompts, SamplingPlan
 from deepspeed_hybrid.generation.scheduler import SlotScheduler
 from deepspeed_hybrid.generation.state import DecodeState
 from deepspeed_hybrid.generation.step import advance
+from deepspeed_hybrid.generation.tail import TailShrink
 from deepspeed_hybrid.generation.transfer import upload
 
 
@@ -60,6 +61,7 @@ class LoopStats:
     decode_forwards: int = 0
     admissions: int = 0
     refills: int = 0
+    shrinks: int = 0  # moves of the last rows to fewer lanes
     lane_steps: int = 0
     prefill_ms: float = 0.0
     decode_ms: float = 0.0
@@ -77,6 +79,7 @@ def run_rows(
     poll_every: int,
     shared_prefill: bool,
     timed: bool,
+    tail: TailShrink,
 ) -> Iterator[list[int]]:
     """Generate every row (prompt-major, ``plan.samples`` a prompt); yield rows as they finish, in lists.
 
@@ -89,6 +92,7 @@ def run_rows(
         poll_every: steps between two looks at the stop flags, on a device that runs ahead of the host.
         shared_prefill: prefill a prompt once for the samples that start together.
         timed: synchronize around the stages and fill in their times.
+        tail: says when to go on with fewer lanes.
     """
     state = arena.state
     clock = StageClock(timed)
@@ -107,6 +111,11 @@ def run_rows(
             stats.refills += len(placed) if stats.admissions else 0
             stats.admissions += len(placed)
             steps_left = plan.max_new_tokens - 1
+        elif not scheduler.waiting:
+            fewer = tail.lanes(scheduler.running, arena.lanes, stats.decode_forwards, steps_left)
+            if fewer is not None:
+                step = arena.shrink(fewer, scheduler.compact(fewer), plan)
+                stats.shrinks += 1
         burst = min(poll_every if flags.asynchronous else 1, steps_left)
         with clock.stage(stats, "decode_ms"):
             for _ in range(burst):
@@ -202,18 +211,14 @@ class StopFlags:
         self._queued.append((flags, event, list(occupants)))
 
     def finished(self, occupants: list[int | None], wait_for_all: bool) -> list[int]:
-        """Slots whose present row is known to have ended."""
-        ended: set[int] = set()
+        """Slots whose present row is known to have ended. A row may have moved since its copy was queued."""
+        ended: set[int | None] = set()
         while len(self._queued) > (1 if self.asynchronous and not wait_for_all else 0):
             flags, event, then = self._queued.popleft()
             if event is not None:
                 event.synchronize()
-            ended.update(
-                slot
-                for slot, parked in enumerate(flags.tolist())
-                if parked and then[slot] is not None and then[slot] == occupants[slot]
-            )
-        return sorted(ended)
+            ended.update(row for row, parked in zip(then, flags.tolist(), strict=True) if parked)
+        return [slot for slot, row in enumerate(occupants) if row is not None and row in ended]
 
 
 class StageClock:

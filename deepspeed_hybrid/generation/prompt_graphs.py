@@ -105,6 +105,16 @@ class PromptGraphs:
         replay()
         self.replays += 1
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Static inputs of captured forwards."""
+        return sum(forward.ids.nbytes + forward.facts.nbytes for forward in self._captured.values())
+
+    @property
+    def logits_bytes(self) -> int:
+        """Results of captured forwards; on a GPU they lie in the graphs' pool."""
+        return sum(forward.logits.nbytes for forward in self._captured.values() if forward.logits is not None)
+
     def release(self) -> None:
         """Drop every graph, and what is known of shapes: the next forward of each is a warm-up again."""
         self._captured, self._eager_uses = {}, {}

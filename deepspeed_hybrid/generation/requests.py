@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed_hybrid.config import is_integer
-from deepspeed_hybrid.generation.batch import LOGPROB_MODES, SamplingConfig
+from deepspeed_hybrid.generation.batch import AUTO, LOGPROB_MODES, SamplingConfig
 from deepspeed_hybrid.generation.sampling import SamplingKind
 
 # A smaller one divides logits out of fp32's range; DeepSpeed has the same floor.
@@ -184,7 +184,8 @@ def _check_options(options: dict, vocab_size: int) -> None:
     require("seed", seed is None or (isinstance(seed, int) and -(2**63) <= seed < 2**63), "None or a 64-bit integer")
     require("logprobs_mode", options["logprobs_mode"] in LOGPROB_MODES, f"one of {LOGPROB_MODES}")
     slots = options["continuous_batch_size"]
-    require("continuous_batch_size", slots is None or is_integer(slots, 1), "None or an integer of at least 1")
+    sized = slots is None or slots == AUTO or is_integer(slots, 1)
+    require("continuous_batch_size", sized, f"None, an integer of at least 1 or {AUTO!r}")
     stops = options["stop_token_ids"]
     require(
         "stop_token_ids",

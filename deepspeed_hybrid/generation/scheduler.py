@@ -45,3 +45,15 @@ class SlotScheduler:
             raise ValueError(f"slot {slot} is free already")
         self.occupants[slot] = None
         return row
+
+    def compact(self, slots: int) -> list[tuple[int, int]]:
+        """Have only the first ``slots`` places from now on; the (from, to) pairs of the rows that have to move."""
+        free = [slot for slot, row in enumerate(self.occupants[:slots]) if row is None]
+        beyond = [slot for slot, row in enumerate(self.occupants) if row is not None and slot >= slots]
+        if self.waiting or len(beyond) > len(free):
+            raise ValueError(f"{self.running} rows, {len(self.waiting)} of them waiting, do not fit {slots} slots")
+        moves = list(zip(beyond, free, strict=False))
+        for source, target in moves:
+            self.occupants[target] = self.occupants[source]
+        del self.occupants[slots:]
+        return moves

@@ -118,6 +118,13 @@ class DecodeState:
                 target = target[:, : value.shape[1]]
             target.index_copy_(0, slots, value)
 
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy whole rows, ``sources[i]`` to ``targets[i]`` (both [N] int64, disjoint), and park the former."""
+        for name, value in self._items():
+            if name != "stop_ids" and value is not None:
+                value.index_copy_(0, targets, value.index_select(0, sources))
+        self.parked.index_fill_(0, sources, True)
+
     def park(self) -> None:
         """No row is in flight."""
         self.parked.fill_(True)

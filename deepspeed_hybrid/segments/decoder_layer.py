@@ -156,6 +156,10 @@ class PreparedNorm:
     def put(self, hidden: torch.Tensor, norm: Norm, scaled: torch.Tensor, squares: torch.Tensor) -> None:
         self._hidden, self._weight, self._parts = hidden, norm.weight, (scaled, squares)
 
+    def drop(self) -> None:
+        """Hold nothing: where the last norm is no chain's, nobody has taken what the last layer prepared."""
+        self._hidden = self._weight = self._parts = None
+
     def take(self, hidden: torch.Tensor, norm: Norm, ops: DecodeOps) -> tuple[torch.Tensor, torch.Tensor]:
         """scaled and squares of ``norm`` for ``hidden`` [M, K]; made here where nobody has."""
         known, parts = self._hidden, self._parts

@@ -70,6 +70,11 @@ class GatheredWeights:
     def nbytes(self) -> int:
         return sum(copy.nbytes for copy in self._copies.values())
 
+    @property
+    def whole_bytes(self) -> int:
+        """Of copies of all parameters."""
+        return sum(_shape(parameter).numel() * parameter.dtype.itemsize for parameter in self.model.parameters())
+
     def check(self) -> None:
         """Raise a RuntimeError if the engine has stepped since the copies were gathered."""
         if self.step not in (None, self.engine.global_steps):

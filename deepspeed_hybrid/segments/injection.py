@@ -72,6 +72,7 @@ class Injection:
         self.model, self.kinds, self.may_move = model, kinds, may_move
         self.silu_mul, self.gates, self.chain = silu_mul, gates, chain
         self.gathered, self.prompt = gathered, prompt
+        self._prepared = PreparedNorm()
         self._plan_anew()
         self.fused: dict[str, FusedLinear] = {}
         self.bindings: list[Binding] = []
@@ -116,7 +117,7 @@ class Injection:
 
     def _chains(self, ops: DecodeOps) -> list[Binding]:
         """Of what is before the layers, and of the decoder layers and the head that can be chains."""
-        decoder, prepared, bindings = text_model(self.model), PreparedNorm(), []
+        decoder, prepared, bindings = text_model(self.model), self._prepared, []
         for index, layer in enumerate(decoder.layers):
             if self.unchained[index] is None:
                 input_norm = rms_norm(layer.input_layernorm)
@@ -201,8 +202,11 @@ class Injection:
     @contextmanager
     def bound(self) -> Iterator[None]:
         """The model with our forwards, and with gathered weights where there are any."""
-        with self.gathered.serving() if self.gathered is not None else nullcontext(), bound(self.bindings):
-            yield
+        try:
+            with self.gathered.serving() if self.gathered is not None else nullcontext(), bound(self.bindings):
+                yield
+        finally:
+            self._prepared.drop()
 
     def check(self) -> None:
         """Gathered copies are served at the engine's step alone, and never refreshed unasked: ranks may disagree on
@@ -246,6 +250,11 @@ class Injection:
         if self.gathered is not None:
             return {WHOLE_MODEL: PACKED, **{segment.path: PACKED for segment in self._chosen}}
         return {path: linear.mode for path, linear in self.fused.items()}
+
+    @property
+    def missing_bytes(self) -> int:
+        """Of gathered copies that the next run makes first."""
+        return 0 if self.gathered is None or self.gathered.step is not None else self.gathered.whole_bytes
 
     @property
     def packed_bytes(self) -> int:

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""One checked call: the prompts, the options, and how many rows run at a time."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from deepspeed.runtime.rollout.base import RolloutRequest, SamplingConfig
+
+from deepspeed_hybrid.config import HybridEngineRolloutConfig
+from deepspeed_hybrid.generation.arena import Arena, slot_bucket
+from deepspeed_hybrid.generation.batch import AUTO
+from deepspeed_hybrid.generation.capacity import ANSWER_BYTES, readable
+from deepspeed_hybrid.generation.loop import Answers, LoopStats
+from deepspeed_hybrid.generation.requests import (
+    Prompts,
+    SamplingPlan,
+    check_positions,
+    check_prompts,
+    check_sampling,
+    fresh_seed,
+    pad_id,
+)
+from deepspeed_hybrid.paths import Paths
+
+AUTO_SHARE = 0.9  # of free memory; the rest is for activations
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a call runs on, and where its rows go."""
+
+    request: RolloutRequest
+    prompts: Prompts
+    plan: SamplingPlan
+    rows: int
+    slots: int  # most rows in flight
+    tokens: int  # a slot has room for
+    continuous_slots: int | None  # as asked for
+    answers: Answers
+    stats: LoopStats = field(default_factory=LoopStats)
+
+
+def check_job(
+    request: RolloutRequest,
+    sampling: SamplingConfig,
+    paths: Paths,
+    cfg: HybridEngineRolloutConfig,
+    tokenizer,
+    arena: Arena,
+) -> Job:
+    """Check everything, change nothing.
+
+    Raises:
+        ValueError: bad input, named; or more rows at once than the device has memory for.
+        RuntimeError: ``batch_invariant`` cannot be honoured for the model as it is now.
+    """
+    call = paths.call
+    prompts = check_prompts(request.prompt_ids, request.prompt_attention_mask, call.known_ids, paths.device)
+    plan = check_sampling(sampling, call.config.vocab_size, getattr(call.model, "generation_config", None), tokenizer)
+    if cfg.batch_invariant:
+        paths.require_chains()
+        plan = replace(plan, kind=replace(plan.kind, invariant=True))
+    pad_id(tokenizer)
+    check_positions(prompts.lengths, plan.max_new_tokens, getattr(call.config, "max_position_embeddings", None))
+    capacity, needed = cfg.continuous_cache_capacity, max(prompts.lengths) + plan.max_new_tokens
+    if capacity is not None and capacity < needed:
+        raise ValueError(
+            f"continuous_cache_capacity={capacity} is too small: the longest prompt and max_new_tokens need {needed}"
+        )
+    rows = len(prompts.lengths) * plan.samples
+    asked = getattr(sampling, "continuous_batch_size", None)
+    # On a CPU even an elementwise function goes by where in its vectors a number stands.
+    alone = cfg.batch_invariant and paths.device.type == "cpu"
+    slots = 1 if alone else min(rows, rows if asked in (None, AUTO) else asked)
+    slots = fitting_slots(arena, paths, rows, slots, capacity or needed, plan, asked)
+    if plan.seed is None:
+        plan = replace(plan, seed=fresh_seed())
+    return Job(
+        request=request,
+        prompts=prompts,
+        plan=plan,
+        rows=rows,
+        slots=slots,
+        tokens=capacity or needed,
+        continuous_slots=slots if asked == AUTO else asked,
+        answers=Answers.empty(rows, plan.max_new_tokens, paths.device),
+    )
+
+
+def fitting_slots(
+    arena: Arena, paths: Paths, rows: int, slots: int, tokens: int, plan: SamplingPlan, asked: int | str | None
+) -> int:
+    """``slots``, or with a ``continuous_batch_size`` of 'auto' as many of them as there is memory for.
+
+    Activations are not estimated: what is refused cannot fit, and what is not may still be too much.
+
+    Raises:
+        ValueError: more than fits was asked for, or nothing fits.
+    """
+    if not arena.needed(slots, tokens, plan.kind):
+        return slots
+    free = arena.free()
+    if free is None:
+        return slots
+    others = rows * plan.max_new_tokens * ANSWER_BYTES + paths.injection.missing_bytes
+
+    def fits(count: int, share: float) -> bool:
+        needed = arena.needed(count, tokens, plan.kind)
+        return not needed or needed + others <= share * free
+
+    if fits(slots, AUTO_SHARE if asked == AUTO else 1.0):
+        return slots
+    fitting = next((count for count in fewer_slots(slots) if fits(count, AUTO_SHARE)), None)
+    if fitting is None and fits(1, 1.0):
+        fitting = 1
+    if asked == AUTO and fitting:
+        return fitting
+    what = f"continuous_batch_size={asked!r}"
+    if asked is None:
+        what = f"{rows} rows at once ({rows // plan.samples} prompts, n_samples_per_prompt={plan.samples})"
+    advice = f"a continuous_batch_size of {fitting} would fit" if fitting else "not even one would fit"
+    needed = arena.needed(1 if asked == AUTO else slots, tokens, plan.kind) + others
+    raise ValueError(
+        f"{what} needs {readable(needed)} for slots of {tokens} tokens, and {readable(free)} are free on "
+        f"{paths.device}; {advice}"
+    )
+
+
+def fewer_slots(slots: int) -> Iterator[int]:
+    """Numbers of slots that fill their lanes, from below ``slots`` down."""
+    return (count for count in range(slots - 1, 0, -1) if slot_bucket(count) == count)
