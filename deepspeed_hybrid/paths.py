@@ -32,6 +32,7 @@ from deepspeed_hybrid.ops.gdn_decode import gdn_decode, gdn_decode_reference
 from deepspeed_hybrid.ops.gdn_gates import gdn_gates, gdn_gates_reference
 from deepspeed_hybrid.ops.loader import op_obstacle, triton_obstacle
 from deepspeed_hybrid.ops.rotary_tables import rotary_tables, rotary_tables_reference
+from deepspeed_hybrid.ops.truncate_scores import truncate_scores, truncate_scores_reference
 from deepspeed_hybrid.segments.apply import refuse_kernelized
 from deepspeed_hybrid.segments.decoder_layer import DecodeOps
 from deepspeed_hybrid.segments.gathered import GatheredWeights, is_partitioned, partition_obstacle
@@ -44,6 +45,7 @@ OPS: dict[str, tuple[Callable, Callable]] = {
     "decode_step": (decode_step, decode_step_reference),
     "fused_silu_mul_halves": (fused_silu_mul_halves, fused_silu_mul_halves_reference),
     "gdn_gates": (gdn_gates, gdn_gates_reference),
+    "truncate_scores": (truncate_scores, truncate_scores_reference),
 }
 
 
@@ -55,6 +57,7 @@ class Paths:
     device: torch.device
     graph: bool
     choose: Callable
+    truncate: Callable
     injection: Injection
     layers: list[tuple[str, str, str]] = field(default_factory=list)  # layer, kind, path
     off: dict[str, str] = field(default_factory=dict)  # feature -> why it is off
@@ -149,6 +152,7 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
         device=device,
         graph=graph,
         choose=ops["decode_step"],
+        truncate=ops["truncate_scores"],
         injection=Injection(
             model,
             fused_kinds,

@@ -67,6 +67,7 @@ class HybridEngineRollout(RolloutEngine):
             self.cfg.state_dtype,
             self._graphs,
             self._paths.choose,
+            self._paths.truncate,
             lambda: self._injection.masked,
             self._prompt_graphs(),
         )

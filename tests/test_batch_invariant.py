@@ -14,7 +14,8 @@ from models import ragged_prompts, tiny_model
 
 from deepspeed_hybrid import RolloutBatch, RolloutRequest, SamplingConfig
 from deepspeed_hybrid.generation import prefill as prefill_module
-from deepspeed_hybrid.generation.sampling import truncate, truncate_each
+from deepspeed_hybrid.generation.sampling import truncate_alone
+from deepspeed_hybrid.ops.truncate_scores import truncate_scores_reference as truncate
 
 LENGTHS = [400, 3, 500, 17]  # beyond some 385 positions the order of a sum shows
 NEW_TOKENS = 16
@@ -104,10 +105,11 @@ def test_rows_are_truncated_by_themselves():
     """Over a vocabulary for which cumulative sums go by the number of rows; no row has another's set."""
     scores = 3 * torch.randn(5, 5000, generator=torch.Generator().manual_seed(0))
     settings = (torch.tensor([0, 7, 0, 40, 0]), torch.tensor([0.1, 0.0, 0.3, 0.05, 0.0]), torch.zeros(5))
-    together = truncate_each(scores, *settings)
+    together = truncate_alone(truncate, scores, *settings)
     for row in range(5):
         one = slice(row, row + 1)
-        assert torch.equal(truncate_each(scores[one], *(setting[one] for setting in settings)), together[one])
+        alone = truncate_alone(truncate, scores[one], *(setting[one] for setting in settings))
+        assert torch.equal(alone, together[one])
     assert torch.equal(together.isfinite(), truncate(scores, *settings).isfinite())
 
 

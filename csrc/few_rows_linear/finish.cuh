@@ -4,31 +4,12 @@
 
 #pragma once
 
-#include <cooperative_groups.h>
-
+#include "cluster.cuh"
 #include "stream.cuh"
 
 namespace ds_hybrid {
 
-namespace cg = cooperative_groups;
-
 constexpr unsigned kAllLanes = 0xffffffffu;
-
-__device__ __forceinline__ const float* of_block(float* shared, int split, int rank)
-{
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    if (split > 1) return cg::this_cluster().map_shared_rank(shared, rank);
-#endif
-    return shared;
-}
-
-__device__ __forceinline__ void synchronise(int split)
-{
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    if (split > 1) return cg::this_cluster().sync();
-#endif
-    __syncthreads();
-}
 
 // What the warps of the cluster found, in a fixed order.
 template <typename S>

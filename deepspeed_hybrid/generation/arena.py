@@ -45,6 +45,7 @@ class Arena:
         state_dtype: of the recurrent state.
         graphs: the runner for captured steps, or None to step eagerly.
         choose: the ``decode_step`` op, or its torch reference.
+        truncate: the ``truncate_scores`` op, or its torch reference.
         masked: whether some attention layer wants a mask over the cache; asked at every call.
         prompts: prompt forwards of fixed shapes, or None to prefill in exact shapes, eagerly.
     """
@@ -56,11 +57,13 @@ class Arena:
         state_dtype: torch.dtype,
         graphs: GraphRunner | None,
         choose: Callable,
+        truncate: Callable,
         masked: Callable[[], bool],
         prompts: PromptGraphs | None = None,
     ):
         self.model, self.device, self.state_dtype = model, device, state_dtype
-        self.graphs, self.choose, self.masked = graphs, choose, masked
+        self.graphs, self.masked = graphs, masked
+        self.choose, self.truncate = choose, truncate
         self.prompts = prompts
         self.device_free = partial(free_bytes, device)
         self.lanes = self.kv_length = 0
@@ -138,7 +141,7 @@ class Arena:
         lanes, kv_length = self.state.lanes(self.lanes), self.kv_length
 
         def run() -> None:  # an eager one may outlive the plan it began with
-            decode_step(self.model, self.cache, lanes, kind, kv_length, self.masked(), self.choose)
+            decode_step(self.model, self.cache, lanes, kind, kv_length, self.masked(), self.choose, self.truncate)
 
         if self.graphs is None or plan.max_new_tokens == 1:
             return run

@@ -168,7 +168,7 @@ def _admit(
     )
     if plan.kind.penalised:
         rows.seen = seen_tokens(prompts, requests, logits.shape[1])
-    advance(rows, logits, plan.kind, arena.choose)
+    advance(rows, logits, plan.kind, arena.choose, arena.truncate)
     arena.state.store(upload(slots, device), rows)
 
 

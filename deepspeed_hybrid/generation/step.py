@@ -10,7 +10,7 @@ import torch
 from deepspeed_hybrid.cache.layers import StepPlan
 from deepspeed_hybrid.cache.slot_cache import SlotCache
 from deepspeed_hybrid.compat import ModelCall
-from deepspeed_hybrid.generation.sampling import SamplingKind, penalise_repetition, truncate, truncate_each
+from deepspeed_hybrid.generation.sampling import SamplingKind, penalise_repetition, truncate_alone
 from deepspeed_hybrid.generation.state import DecodeState
 
 
@@ -22,6 +22,7 @@ def decode_step(
     kv_length: int,
     masked: bool,
     choose: Callable,
+    truncate: Callable,
 ) -> None:
     """Feed every lane's last token and choose its next one, in place and without a host sync.
 
@@ -33,6 +34,7 @@ def decode_step(
         kv_length: cache positions attention reads; no row in flight may stand beyond it.
         masked: whether attention wants a mask over them; not where it goes by the rows' own positions.
         choose: the ``decode_step`` op, or its torch reference.
+        truncate: the ``truncate_scores`` op, or its torch reference.
     """
     lanes = state.token.numel()
     position = state.position[:, None]
@@ -49,18 +51,20 @@ def decode_step(
         mask = torch.arange(kv_length, device=position.device)[None, None, None, :] <= position[:, :, None, None]
     with cache.planned(plan):
         logits = model.logits(state.token[:, None], position, mask, cache)
-    advance(state, logits, kind, choose)
+    advance(state, logits, kind, choose, truncate)
 
 
-def advance(state: DecodeState, logits: torch.Tensor, kind: SamplingKind, choose: Callable) -> None:
+def advance(
+    state: DecodeState, logits: torch.Tensor, kind: SamplingKind, choose: Callable, truncate: Callable
+) -> None:
     """Turn logits [B, V] into the next token of every row in flight, with its logprob and the row's bookkeeping."""
     scores, temperature = logits, state.temperature
     if kind.penalised:
         scores = penalise_repetition(scores, state.seen, state.penalty)
     if kind.truncated:
         alone = kind.invariant or len(scores) == 1
-        settings = (state.top_k, state.top_p_tail, state.min_p)
-        scores = (truncate_each if alone else truncate)(scores.float() / temperature[:, None], *settings)
+        arguments = (scores.float() / temperature[:, None], state.top_k, state.top_p_tail, state.min_p)
+        scores = truncate_alone(truncate, *arguments) if alone else truncate(*arguments)
     choose(
         scores,
         logits if kind.raw_logprobs else None,

@@ -18,6 +18,7 @@ from deepspeed_hybrid.generation.arena import Arena, length_bucket, slot_bucket
 from deepspeed_hybrid.generation.graph import WARMUPS, GraphRunner
 from deepspeed_hybrid.generation.requests import check_sampling
 from deepspeed_hybrid.ops.decode_step import decode_step_reference
+from deepspeed_hybrid.ops.truncate_scores import truncate_scores_reference
 
 
 class Notes:
@@ -196,7 +197,8 @@ class KeyCollector:
 
 def arena_of(masked) -> Arena:
     model = ModelCall(tiny_model("qwen2_5"))
-    return Arena(model, torch.device("cpu"), torch.float32, KeyCollector(), decode_step_reference, masked)
+    ops = decode_step_reference, truncate_scores_reference
+    return Arena(model, torch.device("cpu"), torch.float32, KeyCollector(), *ops, masked)
 
 
 @pytest.fixture(params=[True, False], ids=["masked", "by position"])
