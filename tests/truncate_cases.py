@@ -65,7 +65,8 @@ def exactly_kept(scores: torch.Tensor, top_k: int, tail: float, min_p: float) ->
     if 0 < top_k < len(exact):
         ascending = ascending.masked_fill(ascending < ascending[-top_k], LOWEST)
     relative = (ascending - ascending[-1]).exp()
-    kept, doubtful = ascending > LOWEST, torch.zeros(len(exact), dtype=torch.bool)
+    kept = ascending > LOWEST
+    doubtful = torch.zeros_like(kept)
     if tail > 0:
         mass = relative.cumsum(0) / relative.sum()
         kept &= mass > tail
@@ -76,7 +77,7 @@ def exactly_kept(scores: torch.Tensor, top_k: int, tail: float, min_p: float) ->
         kept &= relative >= min_p
         doubtful |= (relative / min_p - 1).abs() < MARGIN
     at = torch.empty_like(order)
-    at[order] = torch.arange(len(order))
+    at[order] = torch.arange(len(order), device=order.device)
     return kept[at], doubtful[at]
 
 
@@ -90,7 +91,8 @@ def check_row(actual: torch.Tensor, scores: torch.Tensor, top_k: int, tail: floa
 
 
 def check_rows(actual: torch.Tensor, scores: torch.Tensor, *settings: torch.Tensor) -> None:
+    """On the device of ``actual``."""
     assert actual.shape == scores.shape and actual.dtype == torch.float32 and actual.is_contiguous()
     chosen = zip(*(setting.tolist() for setting in settings), strict=True)
-    for one, row, (top_k, tail, min_p) in zip(actual.cpu(), scores.cpu(), chosen, strict=True):
+    for one, row, (top_k, tail, min_p) in zip(actual, scores.to(actual.device), chosen, strict=True):
         check_row(one, row, top_k, tail, min_p)
