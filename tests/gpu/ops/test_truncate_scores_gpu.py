@@ -124,7 +124,7 @@ def test_inside_a_graph(rows, vocab):
         scores.copy_(score_rows("rounded" if seed % 2 else "random", rows, vocab, seed))
         for setting, fresh in zip(settings, settings_of(choices[seed:], rows), strict=True):
             setting.copy_(fresh)
-        buffers["active"].fill_(True)
+        buffers["parked"].fill_(False)
         kept.fill_(float("nan"))
         graph.replay()
         check_rows(kept, scores / temperature, *settings)
