@@ -255,7 +255,12 @@ class HybridEngineRollout(RolloutEngine):
         gathered = self._injection.gathered
         if gathered is None or gathered.step is None:  # else left to generate(): looking can take longer than copying
             self._follow_weights()
-        return self._injection.sync()
+        try:
+            return self._injection.sync()
+        except BaseException:
+            if gathered is not None:  # half of the copies may be of another step, and no count of steps tells
+                self.release_memory()
+            raise
 
     def _release_unfit(self) -> bool:
         """Give up buffers made for a model that has changed since: another dtype or width would not fit them."""
