@@ -20,6 +20,7 @@ from deepspeed_hybrid.generation.assemble import assemble, finished_row
 from deepspeed_hybrid.generation.batch import FinishedRow, RolloutBatch
 from deepspeed_hybrid.generation.graph import GraphRunner
 from deepspeed_hybrid.generation.loop import run_rows
+from deepspeed_hybrid.generation.progress import Progress
 from deepspeed_hybrid.generation.prompt_graphs import PromptGraphs
 from deepspeed_hybrid.generation.requests import pad_id
 from deepspeed_hybrid.generation.tail import TailShrink
@@ -203,6 +204,7 @@ class HybridEngineRollout(RolloutEngine):
             self.cfg.use_shared_prefill is not False,
             self.cfg.enable_profiling,
             TailShrink(self.cfg.shrink_tail),
+            Progress(self.cfg.progress, job.rows),
         )
 
     @contextmanager
