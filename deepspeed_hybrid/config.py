@@ -36,6 +36,8 @@ class HybridEngineRolloutConfig:
             prompts one at a time, products by kernels that sum a row in one order. It costs time, and
             wants every layer to be a decode chain; an error where one is not. On a CPU rows run one by one. On a GPU
             it is not confirmed in bf16 yet.
+        progress: a bar on stderr over the rows of a call, with the number of tokens so far; where there are several
+            processes, on the first only.
         train_consistent: decode reductions arranged like the training forward's. Not available yet.
 
     Raises:
@@ -56,6 +58,7 @@ class HybridEngineRolloutConfig:
     max_graphs: int = 8
     poll_every: int = 8
     batch_invariant: bool = False
+    progress: bool = False
     train_consistent: bool = False
 
     def __post_init__(self) -> None:
@@ -67,7 +70,7 @@ class HybridEngineRolloutConfig:
                 "True, False or None",
             )
         inert = ("align_decode_fronts", "enable_cache_trimming")
-        for name in (*inert, "enable_profiling", "shrink_tail", "batch_invariant"):
+        for name in (*inert, "enable_profiling", "shrink_tail", "batch_invariant", "progress"):
             _require(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
         _require(
             "train_consistent",

@@ -20,6 +20,7 @@ from deepspeed_hybrid.generation.assemble import assemble, finished_row
 from deepspeed_hybrid.generation.batch import FinishedRow, RolloutBatch
 from deepspeed_hybrid.generation.graph import GraphRunner
 from deepspeed_hybrid.generation.loop import run_rows
+from deepspeed_hybrid.generation.progress import Progress
 from deepspeed_hybrid.generation.prompt_graphs import PromptGraphs
 from deepspeed_hybrid.generation.requests import pad_id
 from deepspeed_hybrid.generation.tail import TailShrink
@@ -204,6 +205,7 @@ class HybridEngineRollout(RolloutEngine):
             self.cfg.use_shared_prefill is not False,
             self.cfg.enable_profiling,
             TailShrink(self.cfg.shrink_tail),
+            Progress(self.cfg.progress, job.rows),
         )
 
     @contextmanager
@@ -256,7 +258,12 @@ class HybridEngineRollout(RolloutEngine):
         gathered = self._injection.gathered
         if gathered is None or gathered.step is None:  # else left to generate(): looking can take longer than copying
             self._follow_weights()
-        return self._injection.sync()
+        try:
+            return self._injection.sync()
+        except BaseException:
+            if gathered is not None:  # half of the copies may be of another step, and no count of steps tells
+                self.release_memory()
+            raise
 
     def _release_unfit(self) -> bool:
         """Give up buffers made for a model that has changed since: another dtype or width would not fit them."""

@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_hybrid.generation.arena import Arena
 from deepspeed_hybrid.generation.prefill import prefill
+from deepspeed_hybrid.generation.progress import Progress
 from deepspeed_hybrid.generation.requests import Prompts, SamplingPlan
 from deepspeed_hybrid.generation.scheduler import SlotScheduler
 from deepspeed_hybrid.generation.state import DecodeState
@@ -80,6 +81,7 @@ def run_rows(
     shared_prefill: bool,
     timed: bool,
     tail: TailShrink,
+    progress: Progress,
 ) -> Iterator[list[int]]:
     """Generate every row (prompt-major, ``plan.samples`` a prompt); yield rows as they finish, in lists.
 
@@ -93,6 +95,7 @@ def run_rows(
         shared_prefill: prefill a prompt once for the samples that start together.
         timed: synchronize around the stages and fill in their times.
         tail: says when to go on with fewer lanes.
+        progress: is told of rows and tokens.
     """
     state = arena.state
     clock = StageClock(timed)
@@ -100,36 +103,40 @@ def run_rows(
     flags = StopFlags(state)
     stats.slots = slots
     steps_left = 0
-    while scheduler.busy:
-        placed = scheduler.admit()
-        if placed:
-            with clock.stage(stats, "prefill_ms"):
-                forwards, replays = arena.model.forwards, arena.prefill_replays
-                _admit(arena, prompts, plan, placed, shared_prefill)
-                stats.prefill_forwards += arena.model.forwards - forwards
-                stats.prefill_replays += arena.prefill_replays - replays
-            stats.refills += len(placed) if stats.admissions else 0
-            stats.admissions += len(placed)
-            steps_left = plan.max_new_tokens - 1
-        elif not scheduler.waiting:
-            fewer = tail.lanes(scheduler.running, arena.lanes, stats.decode_forwards, steps_left)
-            if fewer is not None:
-                step = arena.shrink(fewer, scheduler.compact(fewer), plan)
-                stats.shrinks += 1
-        burst = min(poll_every if flags.asynchronous else 1, steps_left)
-        with clock.stage(stats, "decode_ms"):
-            for _ in range(burst):
-                step()
-        steps_left -= burst
-        stats.decode_forwards += burst
-        stats.lane_steps += burst * arena.lanes
-        stats.occupied.append(scheduler.running)
-        flags.record(scheduler.occupants)
-        finished = flags.finished(scheduler.occupants, wait_for_all=steps_left == 0)
-        if finished:
-            rows = [scheduler.retire(slot) for slot in finished]
-            answers.take(state, finished, rows)
-            yield rows
+    with progress:
+        while scheduler.busy:
+            placed = scheduler.admit()
+            if placed:
+                with clock.stage(stats, "prefill_ms"):
+                    forwards, replays = arena.model.forwards, arena.prefill_replays
+                    _admit(arena, prompts, plan, placed, shared_prefill)
+                    stats.prefill_forwards += arena.model.forwards - forwards
+                    stats.prefill_replays += arena.prefill_replays - replays
+                stats.refills += len(placed) if stats.admissions else 0
+                stats.admissions += len(placed)
+                steps_left = plan.max_new_tokens - 1
+                progress.add(tokens=len(placed))
+            elif not scheduler.waiting:
+                fewer = tail.lanes(scheduler.running, arena.lanes, stats.decode_forwards, steps_left)
+                if fewer is not None:
+                    step = arena.shrink(fewer, scheduler.compact(fewer), plan)
+                    stats.shrinks += 1
+            burst = min(poll_every if flags.asynchronous else 1, steps_left)
+            with clock.stage(stats, "decode_ms"):
+                for _ in range(burst):
+                    step()
+            steps_left -= burst
+            stats.decode_forwards += burst
+            stats.lane_steps += burst * arena.lanes
+            stats.occupied.append(scheduler.running)
+            progress.add(tokens=burst * scheduler.running)
+            flags.record(scheduler.occupants)
+            finished = flags.finished(scheduler.occupants, wait_for_all=steps_left == 0)
+            if finished:
+                rows = [scheduler.retire(slot) for slot in finished]
+                answers.take(state, finished, rows)
+                progress.add(rows=len(rows))
+                yield rows
 
 
 def _admit(

@@ -13,10 +13,15 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Binding:
-    """``forward`` replaces that of ``module``, of this instance alone."""
+    """``forward`` replaces that of ``module``, of this instance alone.
+
+    ``forget`` is called behind it, to drop what a forward has kept for another that never came: after an error that
+    may be the activations of a whole prompt.
+    """
 
     module: nn.Module
     forward: Callable
+    forget: Callable[[], None] | None = None
 
 
 def refuse_kernelized(model: nn.Module) -> None:
@@ -49,6 +54,8 @@ def bound(bindings: list[Binding]) -> Iterator[None]:
                 module.__dict__.pop("forward", None)
             else:
                 module.__dict__["forward"] = original
+        for forget in {binding.forget for binding in bindings if binding.forget is not None}:
+            forget()
 
 
 class ModuleTables:

@@ -15,7 +15,8 @@ from deepspeed_hybrid.segments.weights import FusedLinear
 def attention_bindings(projections: list[nn.Linear], fused: FusedLinear) -> list[Binding]:
     """The first projection called makes the product; the others take their columns of it."""
     product = SharedProduct(fused)
-    return [Binding(projection, partial(product.part, index)) for index, projection in enumerate(projections)]
+    forwards = [partial(product.part, index) for index in range(len(projections))]
+    return [Binding(*pair, product.forget) for pair in zip(projections, forwards, strict=True)]
 
 
 class SharedProduct:
@@ -35,3 +36,6 @@ class SharedProduct:
         if not self._parts:
             self._inputs = None
         return part
+
+    def forget(self) -> None:
+        self._inputs, self._parts = None, {}

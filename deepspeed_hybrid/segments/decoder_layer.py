@@ -156,8 +156,8 @@ class PreparedNorm:
     def put(self, hidden: torch.Tensor, norm: Norm, scaled: torch.Tensor, squares: torch.Tensor) -> None:
         self._hidden, self._weight, self._parts = hidden, norm.weight, (scaled, squares)
 
-    def drop(self) -> None:
-        """Hold nothing: where the last norm is no chain's, nobody has taken what the last layer prepared."""
+    def forget(self) -> None:
+        """Where the last norm is no chain's, nobody has taken what the last layer prepared."""
         self._hidden = self._weight = self._parts = None
 
     def take(self, hidden: torch.Tensor, norm: Norm, ops: DecodeOps) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,6 +209,7 @@ def decoder_layer_binding(
             mlp.module.down_proj,
             next_norm,
         ),
+        prepared.forget,
     )
 
 

@@ -72,7 +72,6 @@ class Injection:
         self.model, self.kinds, self.may_move = model, kinds, may_move
         self.silu_mul, self.gates, self.chain = silu_mul, gates, chain
         self.gathered, self.prompt = gathered, prompt
-        self._prepared = PreparedNorm()
         self._plan_anew()
         self.fused: dict[str, FusedLinear] = {}
         self.bindings: list[Binding] = []
@@ -117,7 +116,7 @@ class Injection:
 
     def _chains(self, ops: DecodeOps) -> list[Binding]:
         """Of what is before the layers, and of the decoder layers and the head that can be chains."""
-        decoder, prepared, bindings = text_model(self.model), self._prepared, []
+        decoder, prepared, bindings = text_model(self.model), PreparedNorm(), []
         for index, layer in enumerate(decoder.layers):
             if self.unchained[index] is None:
                 input_norm = rms_norm(layer.input_layernorm)
@@ -202,11 +201,8 @@ class Injection:
     @contextmanager
     def bound(self) -> Iterator[None]:
         """The model with our forwards, and with gathered weights where there are any."""
-        try:
-            with self.gathered.serving() if self.gathered is not None else nullcontext(), bound(self.bindings):
-                yield
-        finally:
-            self._prepared.drop()
+        with self.gathered.serving() if self.gathered is not None else nullcontext(), bound(self.bindings):
+            yield
 
     def check(self) -> None:
         """Gathered copies are served at the engine's step alone, and never refreshed unasked: ranks may disagree on
@@ -224,7 +220,11 @@ class Injection:
         if self.gathered is None:
             refresh(self.fused)
         elif self.gathered.step is None:
-            self._gather(self.gathered)
+            try:
+                self._gather(self.gathered)
+            except BaseException:
+                self.release()
+                raise
 
     def sync(self) -> WeightSyncReport:
         """Refresh packed and gathered copies in place."""

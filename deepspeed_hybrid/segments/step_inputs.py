@@ -50,7 +50,7 @@ def embedding_obstacle(model: nn.Module, decoder: nn.Module, first_layer: str | 
 
 def embedding_binding(module: nn.Embedding, first_norm: Norm, op: Callable, prepared: PreparedNorm) -> Binding:
     """``op`` is ``embedded_rows`` or its reference; ``prepared`` is that of the layers."""
-    return Binding(module, partial(embedding_forward, module, first_norm, op, prepared))
+    return Binding(module, partial(embedding_forward, module, first_norm, op, prepared), prepared.forget)
 
 
 def embedding_forward(

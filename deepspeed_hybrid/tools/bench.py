@@ -4,6 +4,7 @@
 """End-to-end decode speed, in tokens per second, and as a share of what the card's memory allows."""
 
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
+from tqdm import tqdm
 
 from deepspeed_hybrid.compat import layer_kinds, text_config
 from deepspeed_hybrid.config import HybridEngineRolloutConfig
@@ -100,14 +102,20 @@ def bench_decode(
     sizes = step_bytes(model)
     rows: list[dict] = []
     sampling = SamplingConfig(max_new_tokens=new, temperature=0.0)
+    # Between the timed calls; not in a pipe, where lines are for programs.
+    progress = tqdm(total=len(batches) * len(rollouts) * runs, unit="call", leave=False, disable=None)
     for batch in batches:
         request = random_request(batch, prompt, model, seed)
         floor = sizes.total(batch, prompt + new / 2) / bandwidth if bandwidth else None
         for rollout in rollouts:
             if not repeats(rollout, request, sampling):
+                progress.close()
                 print(f"batch {batch}: two greedy calls gave different tokens, so nothing is timed")
                 return 1
-            seconds = [seconds_of(rollout, request, sampling) for _ in range(runs)]
+            seconds = []
+            for _ in range(runs):
+                seconds.append(seconds_of(rollout, request, sampling))
+                progress.update()
             one = SamplingConfig(max_new_tokens=1, temperature=0.0)
             first = [seconds_of(rollout, request, one) for _ in range(runs + 1)][1:]  # the one before is to warm up
             row = {
@@ -115,14 +123,16 @@ def bench_decode(
                 **decode_row(batch, prompt, new, seconds, first, floor),
             }
             if not rows:
-                print(_line({name: heading for name, heading in HEADINGS.items() if name in row}))
-            print(_line(row), flush=True)
+                tqdm.write(_line({name: heading for name, heading in HEADINGS.items() if name in row}))
+            tqdm.write(_line(row))
+            sys.stdout.flush()
             if kernels and has_cuda():
                 row["kernels"] = _kernels(rollout, request)
             rows.append(row)
             if out is not None:  # at once: a run that is cut short leaves what it has
                 results.write_json(out, results.measurement(f"greedy decode, {model_config}", rows))
             rollout.release_memory()
+    progress.close()
     for rollout in rollouts:
         rollout.shutdown()
 
@@ -138,9 +148,9 @@ def bench_decode(
 def _kernels(rollout: HybridEngineRollout, request: RolloutRequest) -> list[dict]:
     shares = step_breakdown(lambda new: rollout.generate(request, SamplingConfig(max_new_tokens=new, temperature=0.0)))
     total = sum(share.us for share in shares)
-    print(f"    {sum(share.count for share in shares):.0f} kernels a step, {total / 1000:.3f} ms in them")
+    tqdm.write(f"    {sum(share.count for share in shares):.0f} kernels a step, {total / 1000:.3f} ms in them")
     for share in shares:
-        print(f"    {share.kind:12} {share.count:7.1f} {share.us:9.1f} us")
+        tqdm.write(f"    {share.kind:12} {share.count:7.1f} {share.us:9.1f} us")
     return [{"kind": share.kind, "count": round(share.count, 1), "us": round(share.us, 1)} for share in shares]
 
 
