@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deepspeed_hybrid.config import BACKENDS
-from deepspeed_hybrid.tools.bench import SEGKI_CHOICES, bench_decode
+from deepspeed_hybrid.tools.bench import SAMPLING_CHOICES, SEGKI_CHOICES, bench_decode
 from deepspeed_hybrid.tools.bench_prefill import bench_prefill
 from deepspeed_hybrid.tools.demo import demo
 from deepspeed_hybrid.tools.doctor import doctor
@@ -65,7 +65,7 @@ def _add_doctor(commands) -> None:
 def _add_bench(commands) -> None:
     command = commands.add_parser("bench", help="measure generation", description="Measure generation.")
     kinds = command.add_subparsers(title="what to measure", required=True, metavar="{decode,prefill}")
-    decode = _command(kinds, "decode", _bench_decode, "end-to-end greedy generate(): tokens/s and ms a step")
+    decode = _command(kinds, "decode", _bench_decode, "end-to-end generate(): tokens/s and ms a step")
     _add_model_config(decode)
     decode.add_argument(
         "--batch", type=_positives, default=[1, 8, 64], metavar="1,8,64", help="rows (default: 1,8,64)"
@@ -76,6 +76,12 @@ def _add_bench(commands) -> None:
     decode.add_argument("--seed", type=int, default=0, help="of weights and prompts (default: %(default)s)")
     decode.add_argument(
         "--segki", choices=SEGKI_CHOICES, default="on", help="segment kernels; both: one after the other (default: on)"
+    )
+    decode.add_argument(
+        "--sampling",
+        choices=SAMPLING_CHOICES,
+        default="greedy",
+        help="sampled: temperature 1; truncated: also top_k 20 and top_p 0.95 (default: greedy)",
     )
     decode.add_argument("--kernels", action="store_true", help="also the kernels of a step by kind (on a GPU)")
     decode.add_argument("--out", type=Path, metavar="FILE.json", help="write the rows there")
@@ -146,6 +152,7 @@ def _bench_decode(options: argparse.Namespace) -> int:
         options.seed,
         options.segki,
         options.kernels,
+        options.sampling,
         options.out,
         options.plot,
     )

@@ -104,13 +104,11 @@ def attention_function(model: nn.Module) -> object:
 
 def own_attention(implementation: str) -> bool:
     """Whether an attention implementation is transformers' own, and not one that somebody registered."""
-    if implementation == "eager":
-        return True
     function = ALL_ATTENTION_FUNCTIONS.get(implementation)
-    if function is None:
+    if function is None:  # as "eager" is
         return True
     code = getattr(function, "__code__", None)  # what a wrapper says of itself may be copied
-    return code is not None and code.co_filename.startswith(os.path.dirname(transformers.__file__))
+    return code is not None and code.co_filename.startswith(os.path.join(os.path.dirname(transformers.__file__), ""))
 
 
 def text_config(model: nn.Module):
@@ -286,7 +284,6 @@ class ModelCall:
                 "the longest row of a batch, so that a row would depend on its batch mates"
             )
         self.takes_mask_dict = "causal_mask_mapping" in inspect.unwrap(type(decoder).forward).__code__.co_varnames
-        self.embedding = decoder.embed_tokens
         # The auxiliary loss of a mixture of experts is training's; it would read the mask, which here is a dict.
         self.quiet_options = {"output_router_logits": False} if "output_router_logits" in parameters else {}
         self.forwards = 0
@@ -298,6 +295,10 @@ class ModelCall:
         """Columns of the logits; more than the configuration says where the embedding was padded."""
         head = self.model.get_output_embeddings()
         return getattr(head, "out_features", self.config.vocab_size)
+
+    @property
+    def embedding(self) -> nn.Module:
+        return text_model(self.model).embed_tokens
 
     @property
     def known_ids(self) -> int:

@@ -9,7 +9,7 @@
 //
 // Each kernel is launched beside the one ahead and waits for its end before it reads anything.
 //
-// Choosing a chunk first is exact: choose_token in deepspeed_hybrid/ops/decode_step.py says why.
+// Choosing a chunk first is exact: sample_token in deepspeed_hybrid/ops/decode_step.py says why.
 
 #include <cuda_runtime.h>
 
@@ -33,7 +33,7 @@ constexpr int64_t kChunkNoise = int64_t{1} << 33;  // chunk c draws as this entr
 
 enum Finish : uint8_t { kRunning = 0, kStopped = 1, kLength = 2 };
 
-// Division by a temperature, rounded as IEEE asks, without the branches of an ordinary one, so that
+// Division by a temperature whose reciprocal is finite, rounded as IEEE asks, without the branches of an ordinary one, so that
 // several run beside each other: an estimate by the rounded reciprocal, and what it leaves.
 struct Temperature {
     float value, reciprocal;

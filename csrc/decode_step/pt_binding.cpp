@@ -94,7 +94,6 @@ void decode_step(const at::Tensor& scores, const std::optional<at::Tensor>& raw_
     TORCH_CHECK(stop_ids.dim() == 1 && stop_ids.is_contiguous(),
                 "decode_step: stop_ids must be one contiguous row, got ", text(stop_ids.sizes()));
     const int64_t rows = scores.size(0), vocab = scores.size(1);
-    TORCH_CHECK(rows <= 65535, "decode_step: at most 65535 rows, got ", text(rows));
     TORCH_CHECK(vocab > 0 && vocab <= std::numeric_limits<int>::max() - 2 * kChunk,
                 "decode_step: the vocabulary must have 1 to 2**31 entries or so, got ", vocab);
     if (rows == 0) return;

@@ -27,9 +27,9 @@ from deepspeed_hybrid.segments.known_forwards import (
     ATTENTION_CORE,
     CAUSAL_MODEL,
     DECODER,
-    GATED_NORM,
     LAYER,
     has_known_forward,
+    is_silu_gated_norm,
 )
 from deepspeed_hybrid.segments.norm import Norm, as_rms_norm, rms_norm
 from deepspeed_hybrid.segments.plan import ATTENTION, GDN, GLU, Segment, linear_obstacle
@@ -37,7 +37,8 @@ from deepspeed_hybrid.segments.weights import FusedLinear
 
 # What the modules of a plain pre-norm layer hold besides modules. Anything else (a multiplier of the residual, a cap
 # of the scores, ...) may change what their forward does.
-LAYER_FACTS = {"hidden_size", "layer_type", "block_type", "attention_type", "layer_idx"}
+# Checkpointing is of training alone.
+LAYER_FACTS = {"hidden_size", "layer_type", "block_type", "attention_type", "layer_idx", "gradient_checkpointing"}
 ATTENTION_FACTS = {
     "config", "layer_idx", "layer_type", "head_dim", "num_key_value_groups", "scaling", "attention_dropout",
     "is_causal", "sliding_window", "hidden_size", "num_heads", "num_key_value_heads", "rope_theta",
@@ -109,8 +110,8 @@ def _mixer_obstacle(mixer: Segment) -> str | None:
             return "the columns of its input projections are interleaved by head"
         if module.activation not in ("silu", "swish"):
             return f"the activation of its conv is {module.activation}"
-        if not has_known_forward(module.norm, GATED_NORM):
-            return f"the forward of {type(module.norm).__name__} is not that of a gated RMSNorm"
+        if not is_silu_gated_norm(module.norm):
+            return f"{type(module.norm).__name__} is not known as an RMSNorm gated by SiLU, or somebody has changed it"
         if module.conv_kernel_size > MAX_CONV_KERNEL:
             return f"its conv reaches {module.conv_kernel_size} tokens, more than {MAX_CONV_KERNEL}"
         dtypes = {module.in_proj_qkv.weight.dtype, module.out_proj.weight.dtype}
@@ -152,9 +153,11 @@ class PreparedNorm:
         self._hidden: torch.Tensor | None = None
         self._weight: torch.Tensor | None = None
         self._parts: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._version: int | None = None
 
     def put(self, hidden: torch.Tensor, norm: Norm, scaled: torch.Tensor, squares: torch.Tensor) -> None:
         self._hidden, self._weight, self._parts = hidden, norm.weight, (scaled, squares)
+        self._version = _version_of(hidden)
 
     def forget(self) -> None:
         """Where the last norm is no chain's, nobody has taken what the last layer prepared."""
@@ -165,9 +168,15 @@ class PreparedNorm:
         known, parts = self._hidden, self._parts
         self._hidden = self._parts = None
         same = known is not None and known.data_ptr() == hidden.data_ptr() and known.shape == hidden.shape
+        same = same and _version_of(hidden) == self._version  # somebody may have written into it
         if parts is not None and same and self._weight is norm.weight:
             return parts
         return ops.normed_rows(hidden, norm.weight, norm.offset, norm.eps)
+
+
+def _version_of(hidden: torch.Tensor) -> int | None:
+    """How often it was written to; None in inference mode, which does not count."""
+    return None if hidden.is_inference() else hidden._version
 
 
 def decoder_layer_binding(

@@ -18,9 +18,12 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from torch.utils import _contextlib
+
+from deepspeed_hybrid.compat import hooks_of
 
 LAYER, ATTENTION_CORE, MLP, GATED_DELTA_NET = "DecoderLayer", "Attention", "MLP", "GatedDeltaNet"
 GATED_NORM, NORM, ROTARY = "RMSNormGated", "RMSNorm", "RotaryEmbedding|TextRotaryEmbedding"
@@ -29,9 +32,8 @@ DECODER, CAUSAL_MODEL = "Model|TextModel", "ForCausalLM|ForConditionalGeneration
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_5": "Qwen3_5", "qwen3_next": "Qwen3Next"}
 # Functions of the same file that such a forward calls and that decide what it computes.
 HELPERS = {ATTENTION_CORE: ("apply_rotary_pos_emb", "rotate_half", "eager_attention_forward")}
-TRANSFORMERS_FOLDER = os.path.dirname(transformers.__file__)
-# Wrappers from here compute nothing; torch's are no_grad and the like, that of rotary embeddings in some versions.
-NEUTRAL_WRAPPERS = (TRANSFORMERS_FOLDER, _contextlib.__file__)
+TRANSFORMERS_FOLDER = os.path.join(os.path.dirname(transformers.__file__), "")
+GRADIENT_MODES = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.inference_mode)
 
 
 class StrangeWrapper(Exception):
@@ -90,12 +92,35 @@ def _plain(function: Any) -> Any:
     if isinstance(function, nn.Module):
         function = type(function).forward
     while hasattr(function, "__wrapped__"):
-        if not getattr(function, "__code__", _plain.__code__).co_filename.startswith(NEUTRAL_WRAPPERS):
+        own = getattr(function, "__code__", _plain.__code__).co_filename.startswith(TRANSFORMERS_FOLDER)
+        if not own and not sets_gradient_mode(function):
             raise StrangeWrapper
         function = function.__wrapped__
     if not hasattr(function, "__code__"):
         raise StrangeWrapper
     return function
+
+
+def sets_gradient_mode(wrapper: Any) -> bool:
+    """Whether a wrapper is that of torch.no_grad and the like. What makes it makes one of any context manager."""
+    code = getattr(wrapper, "__code__", None)
+    if code is None or code.co_filename != _contextlib.__file__:
+        return False
+    kept = [cell.cell_contents for cell in wrapper.__closure__ or ()]
+    return any(type(getattr(one, "__self__", None)) in GRADIENT_MODES for one in kept)
+
+
+def is_torchs_own(forward: Callable) -> bool:
+    """Whether a forward is code of torch's, and not what somebody has put in its place."""
+    code = getattr(forward, "__code__", None)
+    return code is not None and code.co_filename.startswith(os.path.join(os.path.dirname(torch.__file__), ""))
+
+
+def is_silu_gated_norm(module: nn.Module) -> bool:
+    """Whether ours stand in for a gated RMSNorm: a known one without hooks, whose gate goes through SiLU."""
+    changed = "forward" in module.__dict__ or hooks_of(module)
+    activation = getattr(module, "activation", "silu")
+    return not changed and activation in ("silu", "swish") and has_known_forward(module, GATED_NORM)
 
 
 @functools.cache

@@ -33,7 +33,7 @@ KINDS = (LAYER, ATTENTION_CORE, MLP, GATED_DELTA_NET, GATED_NORM, NORM, DECODER,
 # Layers of these packages compute on the device; PEFT's choose their adapters by what fingerprints compare.
 PLAIN_PACKAGES = ("torch.nn.", "transformers.activations", "peft.")
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # without a forward
-WRAPPERS = (TRANSFORMERS_FOLDER, os.path.dirname(torch.__file__))  # whose decorators compute nothing
+WRAPPERS = (TRANSFORMERS_FOLDER, os.path.join(os.path.dirname(torch.__file__), ""))  # whose decorators compute nothing
 
 
 def prompt_obstacle(model: nn.Module) -> str | None:

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from deepspeed_hybrid.compat import hooks_of
+from deepspeed_hybrid.ops.rotary_tables import DTYPES as FREQUENCY_DTYPES
 from deepspeed_hybrid.ops.rotary_tables import rotary_tables_reference
 from deepspeed_hybrid.segments.apply import Binding
 from deepspeed_hybrid.segments.decoder_layer import PreparedNorm
-from deepspeed_hybrid.segments.known_forwards import DECODER, ROTARY, has_known_forward
+from deepspeed_hybrid.segments.known_forwards import DECODER, ROTARY, has_known_forward, is_torchs_own
 from deepspeed_hybrid.segments.norm import Norm, as_rms_norm
 
 # ---------------------------------------------------------------------------------------------------------- embedding
@@ -31,8 +32,10 @@ def embedding_obstacle(model: nn.Module, decoder: nn.Module, first_layer: str | 
     module = decoder.embed_tokens
     if type(module) is not nn.Embedding:
         return f"embed_tokens is a {type(module).__module__}.{type(module).__name__}, not a plain embedding"
-    if "forward" in module.__dict__ or hooks_of(module):
+    if "forward" in module.__dict__ or hooks_of(module) or not is_torchs_own(type(module).forward):
         return "embed_tokens has a forward or hooks of its own"
+    if not module.weight.is_contiguous():
+        return "the weight of embed_tokens is not contiguous"
     if module.max_norm is not None:
         return "embed_tokens renormalises its rows"
     norm = as_rms_norm(decoder.layers[0].input_layernorm)
@@ -61,7 +64,8 @@ def embedding_forward(
         return type(module).forward(module, input_ids)
     ids = input_ids.reshape(-1).contiguous()  # those of a prompt of one token may be a column of a wider tensor
     hidden, scaled, squares = op(ids, module.weight, first_norm.weight, first_norm.offset, first_norm.eps)
-    prepared.put(hidden, first_norm, scaled, squares)
+    if not hidden.is_inference():  # where nobody could tell that the model writes into it
+        prepared.put(hidden, first_norm, scaled, squares)
     return hidden.view(*input_ids.shape, hidden.shape[1])
 
 
@@ -75,6 +79,9 @@ def rotary_obstacle(module: nn.Module) -> str | None:
         return f"rope type {kind!r} may change its frequencies with the positions"
     if "forward" in module.__dict__ or hooks_of(module):
         return "the rotary embedding has a forward or hooks of its own"
+    inv_freq = module._buffers.get("inv_freq")
+    if inv_freq is None or inv_freq.dtype not in FREQUENCY_DTYPES or not inv_freq.is_contiguous():
+        return "inv_freq is no contiguous buffer of 16 or 32 bits"
     if not has_known_forward(module, ROTARY):
         return f"the forward of {type(module).__name__} is not that of a known rotary embedding"
     if not _gives_plain_tables(module):

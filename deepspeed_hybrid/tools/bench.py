@@ -31,8 +31,14 @@ SEGKI_CHOICES: dict[str, list[bool | None]] = {
     "off": [False],
     "both": [False, None],
 }  # None: on where anything can be fused
+SAMPLING_CHOICES: dict[str, dict] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 1.0},
+    "truncated": {"temperature": 1.0, "top_k": 20, "top_p": 0.95},
+}
 HEADINGS = {
     "segki": "segki",
+    "sampling": "sampling",
     "batch": "batch",
     "prompt": "prompt",
     "new": "new",
@@ -67,10 +73,11 @@ def bench_decode(
     seed: int,
     segki: str,
     kernels: bool,
+    sampling: str,
     out: Path | None,
     plot: Path | None,
 ) -> int:
-    """Time greedy ``generate()`` on random weights and prompts, prefill included; print a table, write rows.
+    """Time ``generate()`` on random weights and prompts, prefill included; print a table, write rows.
 
     Args:
         model_config: a preset or the path of a config.json.
@@ -80,10 +87,11 @@ def bench_decode(
         seed: of weights and prompts.
         segki: a key of SEGKI_CHOICES; 'both' times a batch without and with segments, one after the other.
         kernels: also count and time the kernels of a step by kind (on a GPU).
+        sampling: a key of SAMPLING_CHOICES.
         out, plot: files to write, or None.
 
     Returns:
-        1 if two greedy calls disagreed, in which case nothing is timed, else 0.
+        1 if two equal calls disagreed, in which case nothing is timed, else 0.
     """
     quiet()
     config = load_config(model_config)
@@ -101,25 +109,26 @@ def bench_decode(
 
     sizes = step_bytes(model)
     rows: list[dict] = []
-    sampling = SamplingConfig(max_new_tokens=new, temperature=0.0)
+    options = {"seed": seed, **SAMPLING_CHOICES[sampling]}
+    whole, one = (SamplingConfig(max_new_tokens=tokens, **options) for tokens in (new, 1))
     # Between the timed calls; not in a pipe, where lines are for programs.
     progress = tqdm(total=len(batches) * len(rollouts) * runs, unit="call", leave=False, disable=None)
     for batch in batches:
         request = random_request(batch, prompt, model, seed)
         floor = sizes.total(batch, prompt + new / 2) / bandwidth if bandwidth else None
         for rollout in rollouts:
-            if not repeats(rollout, request, sampling):
+            if not repeats(rollout, request, whole):
                 progress.close()
-                print(f"batch {batch}: two greedy calls gave different tokens, so nothing is timed")
+                print(f"batch {batch}: two {sampling} calls gave different tokens, so nothing is timed")
                 return 1
             seconds = []
             for _ in range(runs):
-                seconds.append(seconds_of(rollout, request, sampling))
+                seconds.append(seconds_of(rollout, request, whole))
                 progress.update()
-            one = SamplingConfig(max_new_tokens=1, temperature=0.0)
             first = [seconds_of(rollout, request, one) for _ in range(runs + 1)][1:]  # the one before is to warm up
             row = {
                 "segki": "off" if rollout.cfg.use_segki is False else "on",
+                "sampling": sampling,
                 **decode_row(batch, prompt, new, seconds, first, floor),
             }
             if not rows:
@@ -127,10 +136,10 @@ def bench_decode(
             tqdm.write(_line(row))
             sys.stdout.flush()
             if kernels and has_cuda():
-                row["kernels"] = _kernels(rollout, request)
+                row["kernels"] = _kernels(rollout, request, options)
             rows.append(row)
             if out is not None:  # at once: a run that is cut short leaves what it has
-                results.write_json(out, results.measurement(f"greedy decode, {model_config}", rows))
+                results.write_json(out, results.measurement(f"{sampling} decode, {model_config}", rows))
             rollout.release_memory()
     progress.close()
     for rollout in rollouts:
@@ -138,15 +147,15 @@ def bench_decode(
 
     if plot is not None:
         lines = {
-            f"{model_config}, segki {mode}": [row["tok_s"] for row in rows if row["segki"] == mode]
+            f"{model_config}, {sampling}, segki {mode}": [row["tok_s"] for row in rows if row["segki"] == mode]
             for mode in dict.fromkeys(row["segki"] for row in rows)
         }
         results.draw(plot, batches, lines, "rows", "tokens/s", log=True)
     return 0
 
 
-def _kernels(rollout: HybridEngineRollout, request: RolloutRequest) -> list[dict]:
-    shares = step_breakdown(lambda new: rollout.generate(request, SamplingConfig(max_new_tokens=new, temperature=0.0)))
+def _kernels(rollout: HybridEngineRollout, request: RolloutRequest, options: dict) -> list[dict]:
+    shares = step_breakdown(lambda new: rollout.generate(request, SamplingConfig(max_new_tokens=new, **options)))
     total = sum(share.us for share in shares)
     tqdm.write(f"    {sum(share.count for share in shares):.0f} kernels a step, {total / 1000:.3f} ms in them")
     for share in shares:

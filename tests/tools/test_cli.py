@@ -202,7 +202,7 @@ def test_bench_writes_its_rows(tmp_path, capsys):
         assert {"tok_s", "ms_step", "spread_pct"} <= set(row)
         assert row["tok_s"] * row["ms_step"] == pytest.approx(1000 * row["batch"], rel=0.01)
     assert plot.read_bytes().startswith(PNG)
-    assert len(re.findall(r"^ +on +[13] +5 +4 ", capsys.readouterr().out, re.MULTILINE)) == 2
+    assert len(re.findall(r"^ +on +greedy +[13] +5 +4 ", capsys.readouterr().out, re.MULTILINE)) == 2
 
 
 def test_bench_times_with_and_without_segments(tmp_path):
@@ -211,6 +211,35 @@ def test_bench_times_with_and_without_segments(tmp_path):
     assert main(["bench", "decode", *map(str, arguments)]) == 0
     rows = json.loads(table.read_text())["rows"]
     assert [(row["batch"], row["segki"]) for row in rows] == [(1, "off"), (1, "on"), (2, "off"), (2, "on")]
+
+
+@pytest.mark.parametrize(
+    "arguments, options",
+    [
+        ([], {"temperature": 0.0}),
+        (["--sampling", "sampled"], {"temperature": 1.0}),
+        (["--sampling", "truncated"], {"temperature": 1.0, "top_k": 20, "top_p": 0.95}),
+    ],
+    ids=["greedy", "sampled", "truncated"],
+)
+def test_bench_samples_as_it_is_told(arguments, options, tmp_path, monkeypatch, capsys):
+    asked, generate = [], bench.HybridEngineRollout.generate
+
+    def recorded(rollout, request, sampling):
+        asked.append(sampling)
+        return generate(rollout, request, sampling)
+
+    monkeypatch.setattr(bench.HybridEngineRollout, "generate", recorded)
+    table = tmp_path / "decode.json"
+    common = ["--batch", "2", "--prompt", "5", "--new", "4", "--runs", "1", "--out", str(table)]
+    assert main(["bench", "decode", *common, *arguments]) == 0
+
+    name = arguments[-1] if arguments else "greedy"
+    written = json.loads(table.read_text())
+    assert written["what"].startswith(f"{name} decode") and [row["sampling"] for row in written["rows"]] == [name]
+    assert re.search(rf"^ +on +{name} +2 +5 +4 ", capsys.readouterr().out, re.MULTILINE)
+    assert {sampling.max_new_tokens for sampling in asked} == {1, 4}
+    assert all(getattr(sampling, option) == value for sampling in asked for option, value in options.items())
 
 
 def test_bench_times_first_tokens(tmp_path, capsys):
