@@ -27,6 +27,7 @@ from deepspeed_hybrid.generation.tail import TailShrink
 from deepspeed_hybrid.job import Job, check_job
 from deepspeed_hybrid.paths import Paths, resolve_paths
 from deepspeed_hybrid.profile import continuous_stats, profile
+from deepspeed_hybrid.segments.apply import surely
 from deepspeed_hybrid.segments.fingerprint import fingerprint
 from deepspeed_hybrid.segments.weights import WeightSyncReport
 
@@ -37,6 +38,11 @@ PROMPT_GRAPHS = 4  # graphs of prompts to one of a decode step: prompts come in 
 def _say_once(line: str) -> None:
     """A slower path says why, once a process."""
     logger.warning(f"deepspeed_hybrid: {line}")
+
+
+def _set_modes(modes: list[tuple[dict, bool]]) -> None:
+    for held, mode in modes:
+        held["training"] = mode
 
 
 class HybridEngineRollout(RolloutEngine):
@@ -221,12 +227,10 @@ class HybridEngineRollout(RolloutEngine):
             dense_mask_attention(self._configs),
         ):
             try:
-                for held, _ in modes:
-                    held["training"] = False
+                _set_modes([(held, False) for held, _ in modes])
                 yield
             finally:
-                for held, mode in modes:
-                    held["training"] = mode
+                surely(lambda: _set_modes(modes))
 
     def _prepare(self, request: RolloutRequest, sampling: BaseSamplingConfig) -> Job:
         """Check everything, change nothing."""

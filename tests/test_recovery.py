@@ -23,6 +23,7 @@ from deepspeed_hybrid.generation.arena import Arena
 from deepspeed_hybrid.generation.graph import GraphRunner
 from deepspeed_hybrid.generation.state import DecodeState
 from deepspeed_hybrid.segments import gathered
+from deepspeed_hybrid.segments.apply import surely
 
 CALLS = {"eager": 200, "captured": 100}  # every other one is cut
 ERRORS = [torch.OutOfMemoryError, KeyboardInterrupt, RuntimeError]
@@ -207,3 +208,20 @@ def test_copies_half_gathered_are_given_back(make_engine, when, error, monkeypat
     again = run(rollout, call)
     assert wanted is None or again == wanted
     assert rollout.memory_report()["packed_weights"] > 0
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_an_undo_is_finished_where_an_interrupt_strikes_in_it(interrupted):
+    left = ["forward", "training", "forward"]
+
+    def undo() -> None:
+        nonlocal interrupted
+        while left:
+            left.pop()
+            if interrupted:
+                interrupted = False
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
+        surely(undo)
+    assert left == []

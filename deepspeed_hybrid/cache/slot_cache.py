@@ -11,6 +11,8 @@ import torch
 from deepspeed_hybrid.cache.layers import PlanHolder, SlotGdnLayer, SlotKVLayer, StepPlan
 from deepspeed_hybrid.compat import Cache
 
+FORK_BYTES = 2**28  # of slots on their way to others: most slots may be copied at once, and memory be full
+
 
 class SlotCache(Cache):
     """KV slots for attention layers, conv and recurrent state for GatedDeltaNet layers, and one scratch slot.
@@ -48,9 +50,11 @@ class SlotCache(Cache):
             self.holder.end()
 
     def fork(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy whole slots on the device, ``sources[i]`` to ``targets[i]`` (both [N] int64)."""
+        """Copy whole slots on the device, ``sources[i]`` to ``targets[i]`` (both [N] int64, no slot in both)."""
         for buffer in self.buffers():
-            buffer.index_copy_(0, targets, buffer.index_select(0, sources))
+            count = max(1, FORK_BYTES // buffer[0].nbytes)
+            for some, others in zip(sources.split(count), targets.split(count), strict=True):
+                buffer.index_copy_(0, others, buffer.index_select(0, some))
 
     def buffers(self) -> Iterator[torch.Tensor]:
         for layer in self.layers:

@@ -49,13 +49,26 @@ def bound(bindings: list[Binding]) -> Iterator[None]:
             binding.module.__dict__["forward"] = binding.forward
         yield
     finally:
-        for module, original in reversed(originals):
-            if original is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = original
+        surely(lambda: _take_back(originals))
         for forget in {binding.forget for binding in bindings if binding.forget is not None}:
             forget()
+
+
+def surely(undo: Callable[[], None]) -> None:
+    """Run an ``undo`` that does no harm twice; once more where an interrupt strikes in the midst of it."""
+    try:
+        undo()
+    except BaseException:
+        undo()
+        raise
+
+
+def _take_back(originals: list[tuple[nn.Module, Callable | None]]) -> None:
+    for module, original in reversed(originals):
+        if original is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.__dict__["forward"] = original
 
 
 class ModuleTables:
