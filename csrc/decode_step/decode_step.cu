@@ -33,8 +33,9 @@ constexpr int64_t kChunkNoise = int64_t{1} << 33;  // chunk c draws as this entr
 
 enum Finish : uint8_t { kRunning = 0, kStopped = 1, kLength = 2 };
 
-// Division by a temperature whose reciprocal is finite, rounded as IEEE asks, without the branches of an ordinary one, so that
-// several run beside each other: an estimate by the rounded reciprocal, and what it leaves.
+// Division by a temperature whose reciprocal is finite, rounded as IEEE asks, without the branches
+// of an ordinary one, so that several run beside each other: an estimate by the rounded reciprocal,
+// and what it leaves.
 struct Temperature {
     float value, reciprocal;
 
