@@ -284,7 +284,7 @@ def test_rows_end_and_slots_refill_whenever_the_host_looks(poll_every):
         oracle.tokens, oracle.logprobs = oracle.tokens.cpu(), oracle.logprobs.cpu()
     assert len({len(row) for row in answers(batch)}) > 2
     assert_same_answers(batch, expected, atol=1e-3)
-    assert rollout._graphs.captures == 1
+    assert rollout._graphs.captures == 1 + rollout.get_last_continuous_stats()["shrinks"]
 
 
 def test_warm_up_leaves_live_rows_alone():
