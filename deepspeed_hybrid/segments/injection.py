@@ -72,7 +72,7 @@ class Injection:
         self.model, self.kinds, self.may_move = model, kinds, may_move
         self.silu_mul, self.gates, self.chain = silu_mul, gates, chain
         self.gathered, self.prompt = gathered, prompt
-        self._plan_anew()
+        self.replan()
         self.fused: dict[str, FusedLinear] = {}
         self.bindings: list[Binding] = []
         self.follow()
@@ -140,19 +140,12 @@ class Injection:
             bindings.extend(head_bindings(decoder.norm, head, rms_norm(decoder.norm), ops, prepared))
         return bindings
 
-    def replan(self) -> bool:
-        """Look at the modules again (an adapter, a hook, another layer); whether the plan is another one."""
-        before = self._planned
-        self._plan_anew()
-        return self._planned != before
+    def replan(self) -> None:
+        """Look at the modules again (an adapter, a hook, another layer).
 
-    @property
-    def _planned(self) -> tuple:
-        return self.segments, self.unchained, self.inputs, self.norms, self.prompt_obstacle
-
-    def _plan_anew(self) -> None:
-        """The segments, which layers are no chains, what before them is left alone, which norms run our forward, and
-        why the forward of prompts is not captured (None: it is)."""
+        What comes out: the segments, which layers are no chains, what before them is left alone, which norms run our
+        forward, and why the forward of prompts is not captured (None: it is).
+        """
         self.segments, self.unchained, self.inputs, self.norms, self.prompt_obstacle = self._plan()
         # Whether some attention layer runs the model's own forward in a decode step, which wants a mask.
         kinds = enumerate(layer_kinds(self.model))

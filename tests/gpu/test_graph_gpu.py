@@ -20,7 +20,11 @@ from deepspeed_hybrid import HybridEngineRollout, RolloutRequest, SamplingConfig
 from deepspeed_hybrid.generation.graph import GraphRunner
 from deepspeed_hybrid.tools.models import build_model, load_config
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("exact_fp32"),
+]
 
 FAMILIES_ON_GPU = ["qwen3_5", "qwen3_5_conditional", "gdn_only", "qwen2_5", "qwen3", "llama"]
 KINDS = [
@@ -31,16 +35,6 @@ KINDS = [
     dict(temperature=0.8, seed=3, repetition_penalty=1.2, min_p=0.05),
     dict(temperature=1.0, seed=3, logprobs_mode="raw"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def exact_fp32():
-    """Tensor-core rounding would hide what these tests compare."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        yield
-    torch.set_float32_matmul_precision(precision)
 
 
 def on_gpu(family: str = "qwen3_5") -> torch.nn.Module:

@@ -16,20 +16,14 @@ from deepspeed_hybrid import HybridEngineRollout, RolloutBatch, RolloutRequest, 
 from deepspeed_hybrid.generation.prompt_graphs import PromptGraphs
 from deepspeed_hybrid.tools.models import build_model, load_config
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("exact_fp32"),
+]
 
 FAMILIES_ON_GPU = ["qwen3_5", "qwen3_5_conditional", "gdn_only", "qwen2_5", "qwen3", "llama"]
 LENGTHS = [[3], [32], [128], [3, 40, 5], [64, 64], [1, 9, 2, 33, 70], [130, 257, 200]]
-
-
-@pytest.fixture(autouse=True)
-def exact_fp32():
-    """Tensor-core rounding would hide what these tests compare."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        yield
-    torch.set_float32_matmul_precision(precision)
 
 
 def on_gpu(family: str = "qwen3_5", dtype: torch.dtype = torch.float32) -> torch.nn.Module:

@@ -12,20 +12,14 @@ from deepspeed_hybrid import HybridEngineRollout, RolloutRequest, SamplingConfig
 from deepspeed_hybrid.generation import tail
 from deepspeed_hybrid.generation.capacity import free_bytes
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("exact_fp32"),
+]
 
 LENGTHS, SAMPLES, NEW_TOKENS = [3, 11, 1, 7, 5, 2, 9, 40], 4, 160
 STOPS = list(range(30, 34))  # about one token in sixty: a long tail
-
-
-@pytest.fixture(autouse=True)
-def exact_fp32():
-    """Tensor-core rounding would hide what these tests compare."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        yield
-    torch.set_float32_matmul_precision(precision)
 
 
 def sample(rollout: HybridEngineRollout, **changes):
