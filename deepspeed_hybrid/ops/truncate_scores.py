@@ -57,7 +57,7 @@ def truncate_scores(
 
     On CUDA this is one launch, with a row's bits the same in any batch; the first call builds it. It sums
     probabilities in fixed point, and the reference in fp32: entries whose cumulative probability is within some 1e-6
-    of a threshold may differ. Rows with a NaN or an infinity come back as they are. On a CPU it is
+    of a threshold may differ. On CUDA rows with a NaN or +inf come back as they are. On a CPU it is
     :func:`truncate_scores_reference`. There is no gradient.
 
     Args:

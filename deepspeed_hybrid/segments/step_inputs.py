@@ -15,7 +15,7 @@ from deepspeed_hybrid.ops.rotary_tables import DTYPES as FREQUENCY_DTYPES
 from deepspeed_hybrid.ops.rotary_tables import rotary_tables_reference
 from deepspeed_hybrid.segments.apply import Binding
 from deepspeed_hybrid.segments.decoder_layer import PreparedNorm
-from deepspeed_hybrid.segments.known_forwards import DECODER, ROTARY, has_known_forward, is_torchs_own
+from deepspeed_hybrid.segments.known_forwards import CAUSAL_MODEL, DECODER, ROTARY, has_known_forward, is_torchs_own
 from deepspeed_hybrid.segments.norm import Norm, as_rms_norm
 
 # ---------------------------------------------------------------------------------------------------------- embedding
@@ -42,10 +42,11 @@ def embedding_obstacle(model: nn.Module, decoder: nn.Module, first_layer: str | 
     if norm is None or norm.weight.dtype != module.weight.dtype:
         return "embed_tokens and the first norm differ in dtype"
     # What lies between the two must not write into the embeddings.
-    if not has_known_forward(decoder, DECODER):
-        return f"the forward of {type(decoder).__name__} is not known to hand the embeddings on"
+    for outer, kind in ((decoder, DECODER), (model, CAUSAL_MODEL)):
+        if not has_known_forward(outer, kind):
+            return f"the forward of {type(outer).__name__} is not known to hand the embeddings on"
     for module in model.modules():
-        if module is not model and any(part is decoder for part in module.modules()):
+        if any(part is decoder for part in module.modules()):
             if "forward" in module.__dict__ or hooks_of(module):
                 return f"{type(module).__name__} has a forward or hooks of its own"
     return None
