@@ -47,7 +47,8 @@ def embedding_obstacle(model: nn.Module, decoder: nn.Module, first_layer: str | 
             return f"the forward of {type(outer).__name__} is not known to hand the embeddings on"
     for module in model.modules():
         if any(part is decoder for part in module.modules()):
-            if "forward" in module.__dict__ or hooks_of(module):
+            # Engines hook the model itself.
+            if "forward" in module.__dict__ or (module is not model and hooks_of(module)):
                 return f"{type(module).__name__} has a forward or hooks of its own"
     return None
 
