@@ -89,6 +89,7 @@ def test_logits_are_counted_with_what_becomes_of_them():
     plain, penalised = logits_bytes(4, 100, 2, SamplingKind()), logits_bytes(4, 100, 2, SamplingKind(penalised=True))
     assert (plain, penalised) == (800, 2400)
     assert logits_bytes(4, 100, 2, SamplingKind(truncated=True)) > penalised
+    assert logits_bytes(4, 100, 2, SamplingKind(truncated=True), sorts=False) == 4 * 100 * (2 + 4 + 4)
 
 
 def test_sizes_are_readable():
