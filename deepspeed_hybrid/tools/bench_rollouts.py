@@ -192,7 +192,7 @@ def _bench_schedules(
 
 
 def _captures(rollout: HybridEngineRollout) -> int:
-    steps = rollout._graphs.captures if rollout._graphs else 0
+    steps = 0 if rollout._graphs is None else rollout._graphs.captures
     return steps + rollout._arena.prefill_captures
 
 

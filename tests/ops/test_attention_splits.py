@@ -41,5 +41,3 @@ def test_any_size(rows, kv_heads, capacity):
 def test_sizes_that_were_measured(rows, capacity, splits):
     """Four heads of keys and values, blocks of 32 positions, as Qwen3.5-4B has them."""
     assert choose_splits(rows, 4, capacity, 32) == splits
-
-
