@@ -67,6 +67,14 @@ def bench_chunks(
     rollout.shutdown()
 
 
+def allocated_bytes() -> int | None:
+    """What tensors take on the accelerator now; None where nobody counts it."""
+    if not has_cuda():
+        return None
+    get_accelerator().synchronize()
+    return torch.cuda.memory_allocated()
+
+
 class Peak:
     """The most memory that the accelerator has allocated since, over what it had then; None where nobody counts it."""
 

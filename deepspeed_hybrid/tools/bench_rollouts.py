@@ -20,7 +20,7 @@ from deepspeed_hybrid.generation.batch import RolloutRequest, SamplingConfig
 from deepspeed_hybrid.rollout import HybridEngineRollout
 from deepspeed_hybrid.tools import results
 from deepspeed_hybrid.tools.bench import SAMPLING_CHOICES, StepBytes, random_request, read_bandwidth, step_bytes
-from deepspeed_hybrid.tools.bench_prompts import bench_chunks, bench_shared
+from deepspeed_hybrid.tools.bench_prompts import allocated_bytes, bench_chunks, bench_shared
 from deepspeed_hybrid.tools.device import has_cuda
 from deepspeed_hybrid.tools.models import build_model, load_config
 from deepspeed_hybrid.tools.process import quiet
@@ -44,6 +44,7 @@ HEADINGS = {
     "occupancy_pct": "occupancy %",
     "queued_occupancy_pct": "% while rows wait",
     "captures": "captures",
+    "released_to_pct": "released to %",
     "floor_share_pct": "% of bandwidth floor",
 }
 
@@ -160,6 +161,7 @@ def _bench_schedules(
     )
     print("  ".join(HEADINGS[name] for name in HEADINGS if bandwidth or not name.startswith("floor")))
     seconds: dict[str, float] = {}
+    before = allocated_bytes()
     for schedule in schedules:
         rollout = new_rollout(
             model,
@@ -182,10 +184,12 @@ def _bench_schedules(
             floor = floor_bytes(step_bytes(model), load.lengths, prompt, row["decode_steps"]) / bandwidth
             row.update(floor_seconds=round(floor, 3), floor_share_pct=round(100 * floor / row["seconds"], 1))
         row["times_the_first"] = round(seconds[schedule] / seconds[schedules[0]], 3)
+        rollout.shutdown()
+        after = allocated_bytes()
+        row["released_to_pct"] = round(100 * after / before, 2) if before and after else None  # of what there was
         keep(row)
         cells = [str(row[name]).rjust(len(heading)) for name, heading in HEADINGS.items() if name in row]
         print("  ".join(cells), flush=True)
-        rollout.shutdown()
     if {"continuous", "fixed"} <= seconds.keys():
         print(f"continuous is {seconds['fixed'] / seconds['continuous']:.2f} times as fast as fixed")
     return True

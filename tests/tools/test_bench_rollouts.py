@@ -61,8 +61,11 @@ def test_schedules(tmp_path, capsys):
 def test_a_share_of_the_floor_where_there_is_a_card(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_rollouts, "has_cuda", lambda: True)
     monkeypatch.setattr(bench_rollouts, "read_bandwidth", lambda: 1e9)
+    counts = iter([1000, 1005])
+    monkeypatch.setattr(bench_rollouts, "allocated_bytes", lambda: next(counts))
     (row,) = rows_of(tmp_path, "--parts", "schedules", "--schedules", "continuous")
     assert row["floor_share_pct"] == pytest.approx(100 * row["floor_seconds"] / row["seconds"], rel=0.2)
+    assert row["released_to_pct"] == 100.5
     assert "% of bandwidth floor" in capsys.readouterr().out
 
 
