@@ -8,12 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import answers, assert_same_answers, prompt, rollout_of
+from harness import LateFlags, answers, assert_same_answers, prompt, rollout_of
 from models import ragged_prompts, solo, tiny_model
 
 from deepspeed_hybrid import RolloutRequest, SamplingConfig
 from deepspeed_hybrid.generation import loop, tail
-from deepspeed_hybrid.generation.loop import StopFlags
 from deepspeed_hybrid.generation.scheduler import SlotScheduler
 
 pytestmark = pytest.mark.core
@@ -74,17 +73,6 @@ def bench():
     return SimpleNamespace(
         model=model, prompts=prompts, stops=stops, oracle=oracle, free=seeded, own_stops=own_stops, fixed=fixed
     )
-
-
-class LateFlags(StopFlags):
-    """The host looks one burst behind, as it does on a device that runs ahead."""
-
-    def __init__(self, state):
-        super().__init__(state)
-        self.asynchronous = True
-
-    def record(self, occupants) -> None:
-        self._queued.append((self.state.parked[: len(occupants)].clone(), None, list(occupants)))
 
 
 @pytest.fixture(params=[None, 3], ids=["at once", "late"])

@@ -7,13 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import answers, rollout_of
+from harness import LateFlags, answers, rollout_of
 from models import ragged_prompts, tiny_model
 from recorded_graph import capture_steps, recording_accelerator
 
 from deepspeed_hybrid import RolloutRequest, SamplingConfig
 from deepspeed_hybrid.generation import loop, tail
-from deepspeed_hybrid.generation.loop import StopFlags
 
 pytestmark = pytest.mark.core
 
@@ -45,17 +44,6 @@ def assert_cut(batch, free, limits) -> None:
     width = batch.logprobs.shape[1]
     real = torch.arange(width)[None, :] < batch.response_lengths[:, None]
     torch.testing.assert_close(batch.logprobs, free.logprobs[:, :width] * real, atol=5e-5, rtol=0)
-
-
-class LateFlags(StopFlags):
-    """The host looks one burst behind, as it does on a device that runs ahead."""
-
-    def __init__(self, state):
-        super().__init__(state)
-        self.asynchronous = True
-
-    def record(self, occupants) -> None:
-        self._queued.append((self.state.parked[: len(occupants)].clone(), None, list(occupants)))
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
