@@ -74,6 +74,7 @@ def what_is_left(captures: int) -> Left:
     resident = psutil.Process().memory_info().rss
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # of what only the collector has let go of
         return Left(
             torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), captures, len(gc.get_objects()), resident
         )
