@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("queries, keys", [(1, 65), (64, 64), (100, 333), (512, 4096)])
+@pytest.mark.parametrize("queries, keys", [(1, 65), (64, 64), (40, 43), (100, 333), (512, 4096)])
 @pytest.mark.parametrize("heads, kv_heads, dim", [(16, 4, 256), (4, 2, 64)])
 def test_last_queries_against_float64(dtype, queries, keys, heads, kv_heads, dim):
     """Keys and values as a slot of the cache has them: of a longer buffer."""
@@ -33,8 +33,8 @@ def test_last_queries_against_float64(dtype, queries, keys, heads, kv_heads, dim
     scores = dim**-0.5 * query.double() @ wide[0].transpose(2, 3)
     late = torch.arange(keys, device="cuda")[None, :] > torch.arange(keys - queries, keys, device="cuda")[:, None]
     wanted = scores.masked_fill(late, float("-inf")).softmax(-1) @ wide[1]
-    tolerance = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-3}[dtype]
-    torch.testing.assert_close(got.double(), wanted, atol=tolerance, rtol=0)
+    tolerance = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 2e-3}[dtype]
+    torch.testing.assert_close(got.double(), wanted, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.usefixtures("exact_fp32")
