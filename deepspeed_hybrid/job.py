@@ -108,6 +108,8 @@ def fitting_slots(
     if free is None:
         return slots
     others = rows * plan.max_new_tokens * ANSWER_BYTES + paths.injection.missing_bytes
+    if plan.samples > 1:
+        others += arena.slot_bytes(tokens)  # of the prompt that samples wait for
 
     def fits(count: int, share: float) -> bool:
         needed = arena.needed(count, tokens, plan.kind)
