@@ -12,6 +12,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from deepspeed_hybrid.autotp import check_shards
 from deepspeed_hybrid.compat import ModelCall, causal_model, gdn_kernels, layer_kinds, text_model
 from deepspeed_hybrid.config import HybridEngineRolloutConfig
 from deepspeed_hybrid.generation.prefill import TOKEN_BUDGET
@@ -32,6 +33,8 @@ from deepspeed_hybrid.ops.gdn_decode import gdn_decode, gdn_decode_reference
 from deepspeed_hybrid.ops.gdn_gates import gdn_gates, gdn_gates_reference
 from deepspeed_hybrid.ops.loader import op_obstacle, triton_obstacle
 from deepspeed_hybrid.ops.rotary_tables import rotary_tables, rotary_tables_reference
+from deepspeed_hybrid.ops.sharded_choice import decode_step_on_shards
+from deepspeed_hybrid.ops.sharded_truncate import truncate_scores_on_shards
 from deepspeed_hybrid.ops.truncate_scores import truncate_scores, truncate_scores_reference
 from deepspeed_hybrid.segments.apply import refuse_kernelized
 from deepspeed_hybrid.segments.decoder_layer import DecodeOps
@@ -120,6 +123,7 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
     call = ModelCall(model)
     with gathered.bare() if gathered is not None else nullcontext():
         kinds = layer_kinds(model)
+        check_shards(text_model(model).layers, kinds)
         check_scans(model)
         layers = _layer_paths(model, kinds, call)
         segments = plan_segments(model, cfg.segki_kernel)
@@ -147,6 +151,9 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
         if cfg.segki_backend == "triton":
             raise RuntimeError(f"segki_backend='triton' cannot be honoured: {chain}")
         off["decode chains"] = chain
+    if call.shard is not None:  # plain torch on any device
+        ops["decode_step"] = partial(decode_step_on_shards, call.shard)
+        ops["truncate_scores"] = partial(truncate_scores_on_shards, call.shard)
     paths = Paths(
         call=call,
         device=device,

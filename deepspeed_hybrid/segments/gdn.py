@@ -106,7 +106,7 @@ def project(module: nn.Module, fused: FusedLinear | None, hidden_states: torch.T
     """qkv [B, T, C], z [B, T, HV * DV], b and a [B, T, HV], from either layout of the input projections."""
     separate = hasattr(module, "in_proj_qkv")
     if fused is not None:
-        parts = fused(hidden_states).split(fused.sizes, dim=-1)
+        parts = fused.parts(hidden_states)
     else:
         names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a") if separate else ("in_proj_qkvz", "in_proj_ba")
         parts = tuple(getattr(module, name)(hidden_states) for name in names)

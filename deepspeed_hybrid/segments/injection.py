@@ -4,12 +4,13 @@
 """The segments of one model: planned once, fused over its weights, bound while it generates."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import nn
 
-from deepspeed_hybrid.compat import layer_kinds, text_model
-from deepspeed_hybrid.segments.apply import Binding, bound
+from deepspeed_hybrid.autotp import holds_shards
+from deepspeed_hybrid.compat import is_zero3_hook, layer_kinds, text_model
+from deepspeed_hybrid.segments.apply import Binding, ModuleTables, bound
 from deepspeed_hybrid.segments.attention import attention_bindings
 from deepspeed_hybrid.segments.decoder_layer import (
     DecodeOps,
@@ -32,10 +33,12 @@ from deepspeed_hybrid.segments.step_inputs import (
     rotary_binding,
     rotary_obstacle,
 )
+from deepspeed_hybrid.segments.tensor_parallel import fused_linear, head_binding
 from deepspeed_hybrid.segments.weights import PACKED, FusedLinear, WeightSyncReport, refresh, sync, timed
 
 WHOLE_MODEL = "model"  # in a report under ZeRO-3: every parameter is copied, in a segment or not
 
+SHARDED = "ranks share its weights"
 HEAD = -1  # the key of the last norm and the head, among layer numbers
 EMBEDDING, ROTARY = "embedding", "rotary"  # the keys of what is before the layers
 KERNELS = {EMBEDDING: "one launch with the first norm", ROTARY: "one launch for cos and sin"}
@@ -95,7 +98,7 @@ class Injection:
 
     def _fuse(self) -> None:
         """Make the fused weights from the parameters that the modules have, and the forwards that use them."""
-        self.fused = {segment.path: FusedLinear(segment.projections, self.may_move) for segment in self._chosen}
+        self.fused = {segment.path: fused_linear(segment.projections, self.may_move) for segment in self._chosen}
         inputs = {id(segment.module): self.fused[segment.path] for segment in self._chosen if segment.kind == GDN}
         bindings = [
             gdn_binding(module, inputs.get(id(module)), self.gates, self.prompt)
@@ -110,6 +113,8 @@ class Injection:
                 bindings.extend(attention_bindings(segment.projections, fused))
         if isinstance(self.chain, DecodeOps):
             bindings.extend(self._chains(self.chain))
+        head = head_binding(self.model.get_output_embeddings())
+        bindings.extend([] if head is None else [head])
         if self.prompt.normed_rows is not None:
             bindings.extend(norm_binding(module, self.prompt.normed_rows) for module in self.norms)
         self.bindings = bindings
@@ -170,7 +175,10 @@ class Injection:
             return dict.fromkeys([HEAD, *of_layer], reason)
         for segment in segments:
             of_layer[segment.layer].append(segment)
-        reasons = {index: decoder_layer_obstacle(layer, of_layer[index]) for index, layer in enumerate(decoder.layers)}
+        reasons = {
+            index: SHARDED if holds_shards(layer) else decoder_layer_obstacle(layer, of_layer[index])
+            for index, layer in enumerate(decoder.layers)
+        }
         return {HEAD: head_obstacle(self.model, decoder, self.model.get_output_embeddings()), **reasons}
 
     def _unfused_inputs(self, unchained: dict[int, str | None]) -> dict[str, str | None]:
@@ -194,8 +202,16 @@ class Injection:
     @contextmanager
     def bound(self) -> Iterator[None]:
         """The model with our forwards, and with gathered weights where there are any."""
-        with self.gathered.serving() if self.gathered is not None else nullcontext(), bound(self.bindings):
+        with self._tables(), bound(self.bindings):
             yield
+
+    def _tables(self) -> AbstractContextManager[None]:
+        """Under AutoTP an engine's hook compares the arguments of the first forward between ranks: of training's."""
+        if self.gathered is not None:
+            return self.gathered.serving()
+        if holds_shards(self.model):
+            return ModuleTables(self.model, dropped=is_zero3_hook).exchanged(lambda own: own)
+        return nullcontext()
 
     def check(self) -> None:
         """Gathered copies are served at the engine's step alone, and never refreshed unasked: ranks may disagree on
