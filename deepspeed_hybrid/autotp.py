@@ -6,7 +6,7 @@
 from collections.abc import Iterable
 
 import deepspeed
-from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, TensorParallel_Layer, VocabParallelLinear
+from deepspeed.module_inject.layers import LinearLayer, TensorParallel_Layer, VocabParallelLinear
 from torch import nn
 
 from deepspeed_hybrid.ops.vocab_shard import VocabShard
@@ -80,21 +80,36 @@ def check_shards(layers: Iterable[nn.Module], kinds: list[str]) -> None:
             Every rank finds the same.
     """
     for index, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
-        if kind == "full_attention":
-            for name in ("q_proj", "k_proj", "v_proj"):
-                projection = getattr(layer.self_attn, name)
-                if is_column_shard(projection) and 0 in shard_sizes(projection):
-                    sizes = shard_sizes(projection)
-                    raise ValueError(
-                        f"layer {index} is not supported: its heads cannot be shared by {len(sizes)} ranks, as "
-                        f"some rank would have nothing of {name} (rows of the ranks: {sizes}); choose an "
-                        "autotp_size of at most the number of key-value heads"
-                    )
-        else:
-            for name, module in layer.linear_attn.named_modules():
-                if is_sharded(module) and not (is_column_shard(module) and gathers(module)):
-                    raise ValueError(
-                        f"layer {index} is not supported: {name} of {type(layer.linear_attn).__name__} is a "
-                        f"{type(module).__name__}, whose ranks have parts of heads and do not gather them; use the "
-                        "model's own plan (tensor_parallel.autotp_size, deepspeed.initialize())"
-                    )
+        mixer = layer.self_attn if kind == "full_attention" else layer.linear_attn
+        obstacle = _heads_obstacle(mixer) if kind == "full_attention" else _gdn_obstacle(mixer)
+        obstacle = obstacle or _output_obstacle(getattr(layer.mlp, "down_proj", None))
+        if obstacle is not None:
+            raise ValueError(f"layer {index} is not supported: {obstacle}")
+
+
+def _heads_obstacle(mixer: nn.Module) -> str | None:
+    for name in ("q_proj", "k_proj", "v_proj"):
+        projection = getattr(mixer, name)
+        if is_column_shard(projection) and 0 in shard_sizes(projection):
+            sizes = shard_sizes(projection)
+            return (
+                f"its heads cannot be shared by {len(sizes)} ranks, as some rank would have nothing of {name} (rows "
+                f"of the ranks: {sizes}); choose an autotp_size of at most the number of key-value heads"
+            )
+    return _output_obstacle(mixer.o_proj)
+
+
+def _gdn_obstacle(mixer: nn.Module) -> str | None:
+    for name, module in mixer.named_modules():
+        if is_sharded(module) and not (is_column_shard(module) and gathers(module)):
+            return (
+                f"{name} of {type(mixer).__name__} is a {type(module).__name__} that cuts across heads; shard the "
+                "model by its own plan, with tensor_parallel.autotp_size and deepspeed.initialize()"
+            )
+    return None
+
+
+def _output_obstacle(projection: nn.Module | None) -> str | None:
+    if projection is not None and is_column_shard(projection) and not gathers(projection):
+        return f"ranks have parts of what {projection.name} gives, and neither gather nor add them"
+    return None

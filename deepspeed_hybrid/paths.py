@@ -8,13 +8,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
+import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from deepspeed_hybrid.autotp import check_shards
+from deepspeed_hybrid.autotp import check_shards, sharing_group
 from deepspeed_hybrid.compat import ModelCall, causal_model, gdn_kernels, layer_kinds, text_model
 from deepspeed_hybrid.config import HybridEngineRolloutConfig
+from deepspeed_hybrid.generation.peers import Peers
 from deepspeed_hybrid.generation.prefill import TOKEN_BUDGET
 from deepspeed_hybrid.ops import few_rows, fused_linear
 from deepspeed_hybrid.ops.attention_decode import attention_decode, attention_decode_reference
@@ -62,6 +64,7 @@ class Paths:
     choose: Callable
     truncate: Callable
     injection: Injection
+    peers: Peers
     layers: list[tuple[str, str, str]] = field(default_factory=list)  # layer, kind, path
     off: dict[str, str] = field(default_factory=dict)  # feature -> why it is off
 
@@ -97,6 +100,10 @@ class Paths:
             lines += ["", *_table([heads, *self.injection.rows()])]
         if self.injection.gathered is not None:
             lines += ["", "weights: packed copies, gathered from ZeRO stage 3 by sync_segki_weights()"]
+        if self.peers.group is not None:
+            shard = self.call.shard
+            ids = "whole on every rank" if shard is None else f"{shard.size} of {shard.total} here"
+            lines += ["", f"tensor parallel: {self.peers.count} ranks share the layers; logits {ids}"]
         lines += ["", f"graph capture: {'on' if self.graph else 'off'}"]
         if self.graph and self.injection.prompt_obstacle is None:
             lines.append(
@@ -170,6 +177,7 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
             gathered,
             prompt_ops(device, cfg.segki_backend, off),
         ),
+        peers=Peers(sharing_group(model), device, replica_of(engine)),
         layers=layers,
         off=off,
     )
@@ -181,6 +189,12 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
 def zero_stage(engine) -> int:
     """The ZeRO stage of a DeepSpeed engine; 0 for anything else."""
     return engine.zero_optimization_stage() if hasattr(engine, "zero_optimization_stage") else 0
+
+
+def replica_of(engine) -> int:
+    """Which of the models that are trained on data of their own a DeepSpeed engine has; 0 for anything else."""
+    group = getattr(engine, "data_parallel_group", None)
+    return 0 if group is None else deepspeed.comm.get_rank(group=group)
 
 
 def partitions_weights(engine, model: nn.Module) -> bool:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""What each of two ranks does in the tests of tensor parallelism: a model that they share, and a whole one beside it."""
+"""What two ranks do in the tests of tensor parallelism: each has a share of a model, and a whole one beside it."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -108,7 +108,8 @@ def same_as_whole(
         options = {**SAMPLINGS[name], "n_samples_per_prompt": 1 if name == "greedy" else 2}
         batch, expected = answer(rollout, new_tokens, **options), answer(alone, new_tokens, **options)
         assert torch.equal(batch.input_ids, expected.input_ids), f"{name}: {first_difference(batch, expected)}"
-        torch.testing.assert_close(batch.logprobs, expected.logprobs, atol=1e-4, rtol=0, msg=lambda text: f"{name}: {text}")
+        off = (batch.logprobs - expected.logprobs).abs()
+        assert off.mean() < 2e-5 and off.max() < 5e-3, f"{name}: logprobs are off by up to {off.max()}"
         if name == "greedy":
             prompts = ragged_prompts(PROMPTS)
             oracles = [solo(whole, prompt(prompts, row), new_tokens) for row in range(len(PROMPTS))]

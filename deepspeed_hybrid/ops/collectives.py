@@ -3,8 +3,13 @@
 # DeepSpeed Team
 """What ranks need of one another while they generate."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
 import deepspeed
 import torch
+import torch.distributed
 
 
 def everyones(mine: torch.Tensor, group) -> torch.Tensor:
@@ -13,3 +18,36 @@ def everyones(mine: torch.Tensor, group) -> torch.Tensor:
     every = mine.new_empty((ranks * mine.shape[0], *mine.shape[1:]))
     deepspeed.comm.all_gather_into_tensor(every, mine.contiguous(), group=group)
     return every.view(ranks, *mine.shape)
+
+
+@contextmanager
+def bounded_waits(group, seconds: float) -> Iterator[None]:
+    """Inside, a rank that waits longer than this for another raises, where the backend is gloo; NCCL's own watchdog
+    ends processes after the time that the group was made with."""
+    backend = group._get_backend(torch.device("cpu")) if torch.device("cpu") in group._device_types else None
+    if not isinstance(backend, torch.distributed.ProcessGroupGloo):
+        yield
+        return
+    before = backend.options._timeout
+    backend._set_default_timeout(min(before, timedelta(seconds=seconds)))
+    try:
+        yield
+    finally:
+        backend._set_default_timeout(before)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective operation failed since another rank did not take part."""
+    known = isinstance(error, torch.distributed.DistError)
+    return known or isinstance(error, RuntimeError) and "gloo" in str(error)
+
+
+def post(key: str, text: str) -> None:
+    """Leave a message for the other ranks of the job, past any collective operation."""
+    torch.distributed.distributed_c10d._get_default_store().set(key, text)
+
+
+def posted(key: str) -> str | None:
+    """The message that was left, or None."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    return store.get(key).decode() if store.check([key]) else None

@@ -97,7 +97,7 @@ def decode_step_on_shards(
     logprobs: torch.Tensor,
     sampled: bool,
 ) -> None:
-    """``decode_step`` with ``scores`` and ``raw_logits`` [B, shard.size]; everything else is the same on every rank."""
+    """``decode_step`` with ``scores`` and ``raw_logits`` [B, shard.size]; all else is the same on every rank."""
     key = (seed, request, sample, position + (~parked).long())
     choice, logprob = choose_token_on_shards(shard, scores, raw_logits, temperature, key, sampled)
     record_choice(choice, logprob, limit, stop_ids, token, position, length, parked, finish, tokens, logprobs)

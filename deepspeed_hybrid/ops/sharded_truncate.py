@@ -19,7 +19,7 @@ FIXED_POINT = 2.0**40  # a probability's unit; sums over 2**22 entries stay with
 def truncate_scores_on_shards(
     shard: VocabShard, scores: torch.Tensor, top_k: torch.Tensor, top_p_tail: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """``truncate_scores`` of this rank's [B, shard.size]. Eight small gathers, whatever is asked for."""
+    """``truncate_scores`` of this rank's [B, shard.size]. Nine small gathers, whatever is asked for."""
     check_arguments(scores, top_k, top_p_tail, min_p)
     highest = shard.everyones(scores.amax(dim=-1)).amax(dim=0)
     order = _order(scores)

@@ -4,8 +4,8 @@
 """A GatedDeltaNet layer of which each rank runs some heads: their conv channels, their state, their gated norm.
 
 AutoTP cuts the layer's products by rows and gathers every one of them, so that each rank runs all heads. Here a rank
-has the weights of its own heads, re-laid from the shards at every refresh, and one sum behind the output product is all
-that goes between ranks.
+has the weights of its own heads, re-laid from the shards at every refresh, and one sum behind the output product is
+all that goes between ranks.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from torch import nn
 
 from deepspeed_hybrid.autotp import gathers, is_column_shard, is_plain, shard_sizes
 from deepspeed_hybrid.ops.collectives import everyones
-from deepspeed_hybrid.segments.weights import PACKED
+from deepspeed_hybrid.segments.weights import PACKED, FusedLinear
 
 INPUTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
@@ -40,9 +40,9 @@ def head_parallel_obstacle(module: nn.Module) -> str | None:
     return None
 
 
-class HeadParallelGdn:
-    """One layer's share of this rank. It has what a layer has that runs these heads alone, and what a fused product of
-    its inputs has; its weights are copies, made by the first ``refresh()``.
+class HeadParallelGdn(FusedLinear):
+    """One layer's share of this rank. It has what a layer has that runs these heads alone, and is the product of their
+    qkv, z, b and a; its weights are copies, made by the first ``refresh()``.
 
     Args:
         module: a layer without an obstacle.
@@ -62,7 +62,7 @@ class HeadParallelGdn:
         self.in_proj_qkv = True  # the layout: one product of queries, keys and values, and others of z, b and a
         self.sizes = [2 * self.key_dim + self.value_dim, self.value_dim, self.num_v_heads, self.num_v_heads]
         like = module.out_proj.weight
-        self.weight = like.new_empty(sum(self.sizes), module.in_proj_qkv.weight.shape[1])
+        self._inputs = like.new_empty(sum(self.sizes), module.in_proj_qkv.weight.shape[1])
         self._output = like.new_empty(self.ranks * like.shape[0], self.value_dim)
         conv = module.conv1d
         self.conv1d = SimpleNamespace(
@@ -73,17 +73,21 @@ class HeadParallelGdn:
         self.dt_bias = torch.empty_like(module.dt_bias[: self.num_v_heads], requires_grad=False)
 
     @property
+    def weight(self) -> torch.Tensor:
+        return self._inputs
+
+    @property
+    def bias(self) -> None:
+        return None
+
+    @property
     def packed_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._copies())
 
     def _copies(self) -> Iterator[torch.Tensor]:
-        yield from (self.weight, self._output, self.conv1d.weight, self.A_log, self.dt_bias)
+        yield from (self._inputs, self._output, self.conv1d.weight, self.A_log, self.dt_bias)
         if self.conv1d.bias is not None:
             yield self.conv1d.bias
-
-    def parts(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """qkv, z, b and a of this rank's heads."""
-        return nn.functional.linear(inputs, self.weight).split(self.sizes, dim=-1)
 
     def out_proj(self, core: torch.Tensor) -> torch.Tensor:
         """[..., this rank's values] -> [..., D], the same on every rank. A collective operation."""
@@ -99,7 +103,7 @@ class HeadParallelGdn:
         rows = [len(shard) for shard in shards]
         every = everyones(torch.cat([shard.detach() for shard in shards]), self.group)
         qkv, z, b, a = (part.flatten(0, 1) for part in every.split(rows, dim=1))
-        torch.cat([self._of_heads(qkv, rank), *(self._own(part, rank) for part in (z, b, a))], out=self.weight)
+        torch.cat([self._of_heads(qkv, rank), *(self._own(part, rank) for part in (z, b, a))], out=self._inputs)
         output = everyones(module.out_proj.weight.detach(), self.group).flatten(0, 1)
         self._output.copy_(output[:, rank * self.value_dim : (rank + 1) * self.value_dim])
         self.conv1d.weight.copy_(self._of_heads(module.conv1d.weight.detach(), rank))

@@ -22,6 +22,7 @@ from deepspeed_hybrid.segments.decoder_layer import (
 )
 from deepspeed_hybrid.segments.gathered import GatheredWeights
 from deepspeed_hybrid.segments.gdn import check_scans, gdn_binding, is_gdn
+from deepspeed_hybrid.segments.head_parallel import HeadParallelGdn, head_parallel_obstacle
 from deepspeed_hybrid.segments.mlp import glu_binding
 from deepspeed_hybrid.segments.norm import as_rms_norm, rms_norm
 from deepspeed_hybrid.segments.plan import ATTENTION, GDN, GLU, Segment, plan_segments
@@ -33,7 +34,7 @@ from deepspeed_hybrid.segments.step_inputs import (
     rotary_binding,
     rotary_obstacle,
 )
-from deepspeed_hybrid.segments.tensor_parallel import fused_linear, head_binding
+from deepspeed_hybrid.segments.tensor_parallel import GatheredLinear, fused_linear, head_binding
 from deepspeed_hybrid.segments.weights import PACKED, FusedLinear, WeightSyncReport, refresh, sync, timed
 
 WHOLE_MODEL = "model"  # in a report under ZeRO-3: every parameter is copied, in a segment or not
@@ -98,7 +99,7 @@ class Injection:
 
     def _fuse(self) -> None:
         """Make the fused weights from the parameters that the modules have, and the forwards that use them."""
-        self.fused = {segment.path: fused_linear(segment.projections, self.may_move) for segment in self._chosen}
+        self.fused = {segment.path: self._product(segment) for segment in self._chosen}
         inputs = {id(segment.module): self.fused[segment.path] for segment in self._chosen if segment.kind == GDN}
         bindings = [
             gdn_binding(module, inputs.get(id(module)), self.gates, self.prompt)
@@ -118,6 +119,12 @@ class Injection:
         if self.prompt.normed_rows is not None:
             bindings.extend(norm_binding(module, self.prompt.normed_rows) for module in self.norms)
         self.bindings = bindings
+
+    def _product(self, segment: Segment) -> FusedLinear:
+        """The fused projections of a segment; where ranks share the heads of a mixer, those of this rank's heads."""
+        if segment.kind == GDN and self.gathered is None and head_parallel_obstacle(segment.module) is None:
+            return HeadParallelGdn(segment.module)
+        return fused_linear(segment.projections, self.may_move)
 
     def _chains(self, ops: DecodeOps) -> list[Binding]:
         """Of what is before the layers, and of the decoder layers and the head that can be chains."""
@@ -275,8 +282,12 @@ class Injection:
         modes, table = self._modes(), []
         for segment in self.segments:
             kernel = "left alone" if segment.reason else "one product of " + " ".join(segment.names)
-            mode = "-" if segment.reason else modes[segment.path]
-            table.append((str(segment.layer), segment.kind, kernel, mode, segment.reason or ""))
+            mode, reason = "-" if segment.reason else modes[segment.path], segment.reason
+            if isinstance(self.fused.get(segment.path), HeadParallelGdn):
+                kernel += ", of this rank's heads"
+            elif isinstance(self.fused.get(segment.path), GatheredLinear):
+                reason = f"all heads run here: {head_parallel_obstacle(segment.module)}"
+            table.append((str(segment.layer), segment.kind, kernel, mode, reason or ""))
         for index, reason in self.unchained.items():
             where = "head" if index == HEAD else str(index)
             table.append((where, "decode_step", "left alone" if reason else "one chain of ops", "-", reason or ""))
