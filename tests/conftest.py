@@ -24,6 +24,14 @@ def ranks():
 
 
 @pytest.fixture(scope="session")
+def replicas():
+    """Two more: DeepSpeed makes no plain engine in a process that has made one whose layers ranks share."""
+    pair = Ranks()
+    yield pair
+    pair.stop()
+
+
+@pytest.fixture(scope="session")
 def one_process():
     """torch.distributed over gloo with this process alone, as DeepSpeed's engine wants it."""
     with socket.socket() as listener:

@@ -20,12 +20,17 @@ def everyones(mine: torch.Tensor, group) -> torch.Tensor:
     return every.view(ranks, *mine.shape)
 
 
+def waits_are_bounded(group) -> bool:
+    """Whether :func:`bounded_waits` has an effect."""
+    return _gloo(group) is not None
+
+
 @contextmanager
 def bounded_waits(group, seconds: float) -> Iterator[None]:
     """Inside, a rank that waits longer than this for another raises, where the backend is gloo; NCCL's own watchdog
     ends processes after the time that the group was made with."""
-    backend = group._get_backend(torch.device("cpu")) if torch.device("cpu") in group._device_types else None
-    if not isinstance(backend, torch.distributed.ProcessGroupGloo):
+    backend = _gloo(group)
+    if backend is None:
         yield
         return
     before = backend.options._timeout
@@ -34,6 +39,13 @@ def bounded_waits(group, seconds: float) -> Iterator[None]:
         yield
     finally:
         backend._set_default_timeout(before)
+
+
+def _gloo(group):
+    """The group's backend for tensors on a CPU, where that is gloo; else None."""
+    cpu = torch.device("cpu")
+    backend = group._get_backend(cpu) if cpu in group._device_types else None
+    return backend if isinstance(backend, torch.distributed.ProcessGroupGloo) else None
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -48,7 +48,8 @@ def choices(sizes: list[int], kind: str) -> list:
     temperature = torch.linspace(0.3, 2.0, ROWS)
     chosen = []
     for sampled, raw_logits, divisor in [
-        (False, None, None), (False, raw, None), (True, None, temperature), (True, raw, temperature), (True, None, None)
+        (False, None, None), (False, raw, None), (True, None, temperature), (True, raw, temperature),
+        (True, None, None),
     ]:  # fmt: skip
         own_raw = None if raw_logits is None else shard.own(raw_logits)
         token, logprob = choose_token_on_shards(shard, shard.own(scores), own_raw, divisor, key, sampled)
