@@ -246,7 +246,11 @@ class HybridEngineRollout(RolloutEngine):
         self._follow_weights()
         self._run += self._release_unfit()  # an iterator that is still open stood on what is released here
         self._injection.check()
-        return check_job(request, sampling, self._paths, self.cfg, self.tokenizer, self._arena)
+        try:
+            return check_job(request, sampling, self._paths, self.cfg, self.tokenizer, self._arena)
+        except BaseException:
+            self._injection.gather_missing()  # other ranks may wait for this one's share
+            raise
 
     def _agree(self, request: RolloutRequest, sampling: BaseSamplingConfig) -> Job:
         """Check the call, with the ranks that share the model where there are any."""

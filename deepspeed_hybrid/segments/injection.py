@@ -235,7 +235,11 @@ class Injection:
         self.check()
         if self.gathered is None:
             refresh(self.fused)
-        elif self.gathered.step is None:
+        self.gather_missing()
+
+    def gather_missing(self) -> None:
+        """Make gathered copies where there are none. A collective operation."""
+        if self.gathered is not None and self.gathered.step is None:
             try:
                 self._gather(self.gathered)
             except BaseException:

@@ -4,6 +4,7 @@
 """Two ranks with a whole model each and prompts of their own, under every ZeRO stage."""
 
 import copy
+import time
 
 import deepspeed
 import pytest
@@ -67,6 +68,26 @@ def scripted_stop(stage: int) -> list:
 def test_each_rank_stops_when_its_rows_end(replicas, stage):
     """No rank runs a forward for another: under ZeRO-3 too, weights are whole on every rank while it generates."""
     assert replicas.run(f"{HERE}:scripted_stop", stage=stage) == [[2, [2]], [5, [5]]]
+
+
+def refused_first_call() -> list:
+    """Rank 0's first call, by which weights are gathered, is bad."""
+    rollout = rollout_over(engine_over(plain().train(), 3, shared=False))
+    ids, mask = ragged_prompts([4])
+    sampling = SamplingConfig(max_new_tokens=3, temperature=0.0)
+    begun = time.monotonic()
+    if rank() == 0:
+        with pytest.raises(ValueError, match="all padding"):
+            rollout.generate(RolloutRequest(ids, 0 * mask), sampling)
+    else:
+        rollout.generate(RolloutRequest(ids, mask), sampling)
+    seconds = time.monotonic() - begun
+    return [seconds, rollout.generate(RolloutRequest(ids, mask), sampling).input_ids.tolist()]
+
+
+def test_rank_that_refuses_its_first_call_does_not_keep_the_others_waiting(replicas):
+    (first, tokens), (second, same) = replicas.run(f"{HERE}:refused_first_call")
+    assert max(first, second) < 10 and tokens == same
 
 
 def losses(stage: int, rollouts: bool) -> list[float]:
