@@ -26,6 +26,7 @@ from deepspeed_hybrid.ops.batch_invariant import (
     normed_linear_in_groups,
     residual_linear_in_groups,
 )
+from deepspeed_hybrid.ops.collectives import capture_obstacle
 from deepspeed_hybrid.ops.decode_step import decode_step, decode_step_reference
 from deepspeed_hybrid.ops.embedded_rows import embedded_rows, embedded_rows_reference
 from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves, fused_silu_mul_halves_reference
@@ -127,8 +128,8 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
     refuse_kernelized(model)
     device = check_weights(engine, model)
     gathered = GatheredWeights(model, engine, device) if partitions_weights(engine, model) else None
-    call = ModelCall(model)
     with gathered.bare() if gathered is not None else nullcontext():
+        call = ModelCall(model)
         kinds = layer_kinds(model)
         check_shards(text_model(model).layers, kinds)
         check_scans(model)
@@ -143,7 +144,10 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
     for name in ("align_decode_fronts", "enable_cache_trimming"):
         if getattr(cfg, name):
             off[name] = "every row has a slot and positions of its own"
+    group = sharing_group(model)
     graph_obstacle = "there is no CUDA device" if device.type != "cuda" else call.graph_obstacle()
+    if graph_obstacle is None and group is not None:
+        graph_obstacle = capture_obstacle(group)
     graph = _decide("use_graph_capture", cfg.use_graph_capture, graph_obstacle, off)
     obstacle = segments_obstacle(segments)
     fused_kinds = cfg.segki_kernel if _decide("use_segki", cfg.use_segki, obstacle, off) else None
@@ -177,7 +181,7 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
             gathered,
             prompt_ops(device, cfg.segki_backend, off),
         ),
-        peers=Peers(sharing_group(model), device, replica_of(engine)),
+        peers=Peers(group, device, replica_of(engine)),
         layers=layers,
         off=off,
     )

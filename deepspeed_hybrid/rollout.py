@@ -246,16 +246,17 @@ class HybridEngineRollout(RolloutEngine):
         self._follow_weights()
         self._run += self._release_unfit()  # an iterator that is still open stood on what is released here
         self._injection.check()
-        try:
-            return check_job(request, sampling, self._paths, self.cfg, self.tokenizer, self._arena)
-        except BaseException:
-            self._injection.gather_missing()  # other ranks may wait for this one's share
-            raise
+        return check_job(request, sampling, self._paths, self.cfg, self.tokenizer, self._arena)
 
     def _agree(self, request: RolloutRequest, sampling: BaseSamplingConfig) -> Job:
         """Check the call, with the ranks that share the model where there are any."""
-        asked = getattr(sampling, "continuous_batch_size", None)
-        return agreed_job(lambda: self._prepare(request, sampling), asked, self._paths.peers)
+        asked, peers = getattr(sampling, "continuous_batch_size", None), self._paths.peers
+        try:
+            return agreed_job(lambda: self._prepare(request, sampling), asked, peers)
+        except Exception:
+            if not self._closed and self.engine.module is self._module and not peers.lost:
+                self._injection.gather_missing()  # ranks whose call is good may wait for this one's share
+            raise
 
     # ---------------------------------------------------------------------------------------------------- weights
 

@@ -102,7 +102,11 @@ def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     weights = {}
     for path, module in model.named_modules():
         shards = [one for one in module.parameters(recurse=False)]
-        with GatherReplacedLayerParams(shards, module, enabled=isinstance(module, TensorParallel_Layer)):
+        partitioned = any(hasattr(shard, "ds_id") for shard in shards)
+        with (
+            deepspeed.zero.GatheredParameters(shards, enabled=partitioned),
+            GatherReplacedLayerParams(shards, module, enabled=isinstance(module, TensorParallel_Layer)),
+        ):
             for name, parameter in module.named_parameters(recurse=False):
                 weights[f"{path}.{name}" if path else name] = parameter.detach().clone()
     return weights

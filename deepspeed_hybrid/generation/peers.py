@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import deepspeed
 import torch
+import torch.distributed
 
 from deepspeed_hybrid.ops.collectives import bounded_waits, everyones, is_lost_peer, post, posted, waits_are_bounded
 
@@ -36,6 +37,11 @@ class Peers:
         self._failed: str | None = None  # the run that ended here by an error, until it is known how it ended there
         self._lost: str | None = None
 
+    @property
+    def lost(self) -> bool:
+        """Whether peers cannot speak to one another any more."""
+        return self._lost is not None
+
     def exchange(self, values: list[int]) -> list[list[int]]:
         """What every peer passes, in their order; as many values of each. Peers wait here for one another.
 
@@ -45,7 +51,7 @@ class Peers:
         if self.group is None:
             return [values]
         self._settle()
-        if self._lost is not None:
+        if self.lost:
             raise RuntimeError(f"the ranks that share this model were separated, and cannot go on: {self._lost}")
         return everyones(torch.tensor(values, dtype=torch.int64, device=self.device), self.group).tolist()
 
@@ -59,7 +65,7 @@ class Peers:
         if self.group is None:
             yield
             return
-        run = f"deepspeed_hybrid/{next(RUNS)}"
+        run = f"deepspeed_hybrid/{torch.distributed.get_process_group_ranks(self.group)[0]}/{next(RUNS)}"
         try:
             with bounded_waits(self.group, PATIENCE):
                 yield

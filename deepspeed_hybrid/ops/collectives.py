@@ -20,6 +20,12 @@ def everyones(mine: torch.Tensor, group) -> torch.Tensor:
     return every.view(ranks, *mine.shape)
 
 
+def capture_obstacle(group) -> str | None:
+    """Why what goes between the ranks of a group cannot be part of a CUDA graph, or None."""
+    backend = torch.distributed.get_backend(group)
+    return None if backend == "nccl" else f"collective operations of the backend {backend!r} cannot be captured"
+
+
 def waits_are_bounded(group) -> bool:
     """Whether :func:`bounded_waits` has an effect."""
     return _gloo(group) is not None

@@ -50,6 +50,8 @@ class HeadParallelGdn(FusedLinear):
 
     mode = PACKED
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def __init__(self, module: nn.Module):
         self.module = module
         self.group = module.out_proj.mp_group
@@ -95,6 +97,7 @@ class HeadParallelGdn(FusedLinear):
         deepspeed.comm.all_reduce(output, group=self.group)
         return output
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def refresh(self) -> int:
         """Follow the parameters; the bytes written. A collective operation."""

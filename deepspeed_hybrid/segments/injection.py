@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import nn
 
-from deepspeed_hybrid.autotp import holds_shards
+from deepspeed_hybrid.autotp import holds_shards, is_column_shard
 from deepspeed_hybrid.compat import is_zero3_hook, layer_kinds, text_model
 from deepspeed_hybrid.segments.apply import Binding, ModuleTables, bound
 from deepspeed_hybrid.segments.attention import attention_bindings
@@ -122,9 +122,14 @@ class Injection:
 
     def _product(self, segment: Segment) -> FusedLinear:
         """The fused projections of a segment; where ranks share the heads of a mixer, those of this rank's heads."""
-        if segment.kind == GDN and self.gathered is None and head_parallel_obstacle(segment.module) is None:
+        shared = segment.kind == GDN and is_column_shard(segment.projections[0])
+        obstacle = head_parallel_obstacle(segment.module) if shared else None
+        if shared and obstacle is None:
             return HeadParallelGdn(segment.module)
-        return fused_linear(segment.projections, self.may_move)
+        fused = fused_linear(segment.projections, self.may_move)
+        if isinstance(fused, GatheredLinear):
+            fused.why_all_heads = obstacle
+        return fused
 
     def _chains(self, ops: DecodeOps) -> list[Binding]:
         """Of what is before the layers, and of the decoder layers and the head that can be chains."""
@@ -259,7 +264,9 @@ class Injection:
             gathered.allocate(groups)
             with gathered.serving():
                 self._fuse()
-        return gathered.gather() + refresh(self.fused)
+        copied = gathered.gather()
+        with gathered.serving():
+            return copied + refresh(self.fused)
 
     def _groups(self) -> list[list[nn.Parameter]]:
         layers = [segment.projections for segment in self._chosen]
@@ -287,10 +294,11 @@ class Injection:
         for segment in self.segments:
             kernel = "left alone" if segment.reason else "one product of " + " ".join(segment.names)
             mode, reason = "-" if segment.reason else modes[segment.path], segment.reason
-            if isinstance(self.fused.get(segment.path), HeadParallelGdn):
+            fused = self.fused.get(segment.path)
+            if isinstance(fused, HeadParallelGdn):
                 kernel += ", of this rank's heads"
-            elif isinstance(self.fused.get(segment.path), GatheredLinear):
-                reason = f"all heads run here: {head_parallel_obstacle(segment.module)}"
+            elif isinstance(fused, GatheredLinear):
+                reason = f"all heads run here: {fused.why_all_heads}"
             table.append((str(segment.layer), segment.kind, kernel, mode, reason or ""))
         for index, reason in self.unchained.items():
             where = "head" if index == HEAD else str(index)

@@ -17,6 +17,8 @@ from deepspeed_hybrid.segments.weights import FusedLinear
 class GatheredLinear(FusedLinear):
     """Column shards of one input whose outputs every rank wants whole."""
 
+    why_all_heads: str | None = None  # where they are those of a GatedDeltaNet layer
+
     def __init__(self, layers: list[nn.Linear], may_move: bool = True):
         super().__init__(layers, may_move)
         self._group = layers[0].mp_group

@@ -113,17 +113,17 @@ def test_rows_come_as_they_end_on_both_ranks(ranks):
 # -------------------------------------------------------------------------------------------------- weights and losses
 
 
-def following_weights(family: str, tied: bool) -> list:
+def following_weights(family: str, tied: bool, stage: int) -> list:
     """Asserts that answers follow every step, and that memory stays where it is."""
     whole = FAMILIES[family](tied)
-    engine = engine_over(copy.deepcopy(whole).train())
+    engine = engine_over(copy.deepcopy(whole).train(), stage)
     rollout = rollout_over(engine)
     answers, addresses = [], []
     for step in range(3):
         if step:
             train(engine, step)
         report = rollout.sync_segki_weights()
-        assert report.bytes_copied == rollout.memory_report()["packed_weights"]
+        assert report.seconds > 0 and report.bytes_copied == rollout.memory_report()["packed_weights"]
         batch = answer(rollout, NEW_TOKENS, temperature=0.0)
         whole.load_state_dict(whole_weights(engine.module))
         prompts = ragged_prompts(PROMPTS)
@@ -135,9 +135,9 @@ def following_weights(family: str, tied: bool) -> list:
     return answers
 
 
-@pytest.mark.parametrize("family, tied", [("hybrid", False), ("plain", True)])
-def test_answers_follow_every_step(ranks, family, tied):
-    answers = call(ranks, following_weights, family=family, tied=tied)
+@pytest.mark.parametrize("family, tied, stage", [("hybrid", False, 1), ("plain", True, 2), ("hybrid", False, 3)])
+def test_answers_follow_every_step(ranks, family, tied, stage):
+    answers = call(ranks, following_weights, family=family, tied=tied, stage=stage)
     assert answers[0] != answers[1] != answers[2]
 
 
@@ -149,12 +149,13 @@ def losses(stage: int, rollouts: bool) -> list[float]:
     for step in range(5):
         if rollouts:
             answer(rollout, 4, temperature=1.0)
-            rollout.sync_segki_weights()
         seen.append(train(engine, step))
+        if rollouts:
+            rollout.sync_segki_weights()
     return seen
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_rollouts_leave_training_as_it_is(ranks, stage):
     without = call(ranks, losses, stage=stage, rollouts=False)
     assert len(set(without)) == 5
