@@ -26,6 +26,7 @@ from tensor_parallel_cases import (
 )
 
 from deepspeed_hybrid import HybridEngineRollout, RolloutRequest, SamplingConfig
+from deepspeed_hybrid.generation.capacity import SlotBytes, cache_bytes
 
 pytestmark = pytest.mark.xdist_group("two_ranks")
 HERE = "parallel.test_tensor_parallel"
@@ -211,6 +212,21 @@ def test_state_is_halved_where_heads_are_shared(ranks):
     assert sum("of this rank's heads" in line for line in shared["text"]) == GDN_LAYERS
     odd = call(ranks, step_costs, use_segki=True, sizes=ODD_HEADS, sampling=GREEDY)
     assert sum("3 key and 3 value heads do not divide by 2 ranks" in line for line in odd["text"]) == GDN_LAYERS
+
+
+def key_bytes() -> list:
+    """Of keys and values: what there is, and what was expected of slots and capacity."""
+    rollout = rollout_over(engine_over(plain().train()))
+    answer(rollout, 3, temperature=0.0)
+    report, cache = rollout.memory_report(), rollout._arena.cache
+    slot = SlotBytes.of(rollout.engine.module, torch.float32)
+    return [report["kv_keys"] + report["kv_values"], cache_bytes(slot, cache.slots, cache.capacity)]
+
+
+def test_ranks_hold_the_keys_of_their_heads(ranks):
+    held, expected = call(ranks, key_bytes)
+    layers, slots, heads, capacity, size, half = 2, 5, 2, 64, 32 * 4, 2
+    assert held == expected == 2 * layers * slots * heads * capacity * size // half
 
 
 # ----------------------------------------------------------------------------------------------- inference, refusals
