@@ -255,7 +255,7 @@ class HybridEngineRollout(RolloutEngine):
             return agreed_job(lambda: self._prepare(request, sampling), asked, peers)
         except Exception:
             if not self._closed and self.engine.module is self._module and not peers.lost:
-                self._injection.gather_missing()  # ranks whose call is good may wait for this one's share
+                self._injection.take_part()
             raise
 
     # ---------------------------------------------------------------------------------------------------- weights
@@ -267,6 +267,7 @@ class HybridEngineRollout(RolloutEngine):
     def sync_segki_weights(self) -> WeightSyncReport:
         """Refresh every derived weight in place, at addresses that stay. Views of the parameters cost nothing.
 
+        Under AutoTP the ranks that share the model call it together, as they call ``generate()``.
         Under ZeRO stage 3 this gathers all weights, so that every rank must call it, once after each
         ``engine.step()``; a ``generate()`` without it is refused. The first ``generate()``, and that after a
         ``release_memory()``, gathers by itself, and is then as collective as this. Only the engine's count of steps

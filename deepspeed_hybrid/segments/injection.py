@@ -242,6 +242,11 @@ class Injection:
             refresh(self.fused)
         self.gather_missing()
 
+    def take_part(self) -> None:
+        """For a rank whose call is refused: others, whose call is good, may wait for its share of the weights."""
+        if self.gathered is not None and self.gathered.is_shared:
+            self.gather_missing()
+
     def gather_missing(self) -> None:
         """Make gathered copies where there are none. A collective operation."""
         if self.gathered is not None and self.gathered.step is None:
