@@ -18,6 +18,7 @@ from deepspeed_hybrid.tools.device import has_cuda
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 STEPS = 3
+SECONDS = 150
 
 without_cuda = pytest.mark.skipif(has_cuda(), reason="two processes would want two GPUs")
 
@@ -27,15 +28,21 @@ def rows_of(launcher: list[str], out: Path, *options: object) -> list[dict]:
     command = [sys.executable, *launcher, "-m", "deepspeed_hybrid", "demo", "--steps", STEPS, "--out", out, *options]
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
-    result = subprocess.run(
-        list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("not judged") == 1, "one process concludes"
+    output = subprocess.PIPE
+    with subprocess.Popen(
+        list(map(str, command)), cwd=ROOT, env=environment, stdout=output, stderr=output, text=True
+    ) as process:
+        try:
+            printed, errors = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # a launcher ends its processes then, which a kill would leave alone
+            raise
+    assert process.returncode == 0, printed + errors
+    assert printed.count("not judged") == 1, "one process concludes"
     return json.loads((out / "demo.json").read_text())["rows"]
 
 
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 @without_cuda
