@@ -188,7 +188,7 @@ class Trainer:
         return RolloutRequest(ids.to(device), mask.to(device))
 
     def _sampling(self, step: int) -> SamplingConfig:
-        seed = self.seed * 1000003 + step  # every model's rollout has noise of its own under it
+        seed = (self.seed * 1000003 + step) * 1009  # every model's rollout has noise of its own under it
         return SamplingConfig(
             max_new_tokens=self.task.answer_width, temperature=1.0, n_samples_per_prompt=SAMPLES, seed=seed
         )

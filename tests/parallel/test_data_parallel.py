@@ -66,7 +66,7 @@ def scripted_stop(stage: int) -> list:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_each_rank_stops_when_its_rows_end(replicas, stage):
-    """DeepSpeed#8262, #8321. No rank runs a forward for another: under ZeRO-3 too, weights are whole while it generates."""
+    """DeepSpeed#8262, #8321. No rank runs a forward for another: under ZeRO-3, too, weights are whole meanwhile."""
     assert replicas.run(f"{HERE}:scripted_stop", stage=stage) == [[2, [2]], [5, [5]]]
 
 
