@@ -4,12 +4,13 @@
 """The command line: arguments in, an exit code out. What the commands do is in tools/."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from deepspeed_hybrid.config import BACKENDS
 from deepspeed_hybrid.tools.bench import SAMPLING_CHOICES, SEGKI_CHOICES, bench_decode
 from deepspeed_hybrid.tools.bench_prefill import bench_prefill
+from deepspeed_hybrid.tools.bench_rollouts import PARTS, SCHEDULES, bench_rollouts
 from deepspeed_hybrid.tools.demo import demo
 from deepspeed_hybrid.tools.doctor import doctor
 from deepspeed_hybrid.tools.models import DEMO_SIZES, PRESETS
@@ -72,7 +73,7 @@ def _add_doctor(commands) -> None:
 
 def _add_bench(commands) -> None:
     command = commands.add_parser("bench", help="measure generation", description="Measure generation.")
-    kinds = command.add_subparsers(title="what to measure", required=True, metavar="{decode,prefill}")
+    kinds = command.add_subparsers(title="what to measure", required=True, metavar="{decode,prefill,rollouts}")
     decode = _command(kinds, "decode", _bench_decode, "end-to-end generate(): tokens/s and ms a step")
     _add_model_config(decode)
     decode.add_argument(
@@ -108,6 +109,53 @@ def _add_bench(commands) -> None:
     prefill.add_argument("--seed", type=int, default=0, help="of weights and prompts (default: %(default)s)")
     prefill.add_argument("--out", type=Path, metavar="FILE.json", help="write the rows there")
 
+    _add_rollouts(kinds)
+
+
+def _add_rollouts(kinds) -> None:
+    command = _command(kinds, "rollouts", _bench_rollouts, "many rows of very different lengths, as RL has them")
+    _add_model_config(command)
+    command.add_argument(
+        "--parts",
+        type=_some_of(PARTS),
+        default=list(PARTS),
+        metavar=",".join(PARTS),
+        help="schedules: the rows on each schedule; shared: n samples share a prefill; chunks: peak memory of long "
+        "prompts (default: all)",
+    )
+    command.add_argument(
+        "--schedules",
+        type=_some_of(SCHEDULES),
+        default=["continuous", "fixed"],
+        metavar="continuous,fixed",
+        help="; ".join(f"{name}: {what}" for name, what in SCHEDULES.items()) + " (default: continuous,fixed)",
+    )
+    for name, default, what in (
+        ("prompts", 64, "prompts"),
+        ("samples", 8, "samples a prompt"),
+        ("prompt", 128, "tokens a prompt"),
+        ("median", 300, "median of the answers' lengths"),
+        ("longest", 2048, "tokens of the longest answers"),
+        ("slots", 128, "rows at a time, a multiple of the samples"),
+        ("runs", 1, "timed calls a measurement"),
+    ):
+        command.add_argument(f"--{name}", type=_positive, default=default, help=f"{what} (default: %(default)s)")
+    command.add_argument(
+        "--shared", type=_shapes, default=[(1, 2048)], metavar="1x2048", help="prompts x tokens (default: 1x2048)"
+    )
+    command.add_argument(
+        "--chunks",
+        type=_positives,
+        default=[8192, 16384, 32768],
+        metavar="8192,16384,32768",
+        help="tokens of a prompt (default: 8192,16384,32768)",
+    )
+    command.add_argument(
+        "--sampling", choices=SAMPLING_CHOICES, default="sampled", help="of the schedules (default: sampled)"
+    )
+    command.add_argument("--seed", type=int, default=0, help="of weights, prompts and lengths (default: %(default)s)")
+    command.add_argument("--out", type=Path, metavar="FILE.json", help="write the rows there")
+
 
 def _add_model_config(command: argparse.ArgumentParser) -> None:
     command.add_argument(
@@ -133,6 +181,16 @@ def _positive(text: str) -> int:
 
 def _positives(text: str) -> list[int]:
     return [_positive(part) for part in text.split(",")]
+
+
+def _some_of(names: Iterable[str]) -> Callable[[str], list[str]]:
+    def chosen(text: str) -> list[str]:
+        parts = text.split(",")
+        if not set(parts) <= set(names):
+            raise argparse.ArgumentTypeError(f"must be some of {','.join(names)}; got {text!r}")
+        return parts
+
+    return chosen
 
 
 def _shapes(text: str) -> list[tuple[int, int]]:
@@ -175,3 +233,23 @@ def _bench_decode(options: argparse.Namespace) -> int:
 
 def _bench_prefill(options: argparse.Namespace) -> int:
     return bench_prefill(options.model_config, options.shapes, options.runs, options.seed, options.out)
+
+
+def _bench_rollouts(options: argparse.Namespace) -> int:
+    return bench_rollouts(
+        options.model_config,
+        options.parts,
+        options.schedules,
+        options.prompts,
+        options.samples,
+        options.prompt,
+        options.median,
+        options.longest,
+        options.slots,
+        options.shared,
+        options.chunks,
+        options.runs,
+        options.seed,
+        options.sampling,
+        options.out,
+    )

@@ -20,7 +20,9 @@ from deepspeed_hybrid.generation.requests import (
     check_prompts,
     check_sampling,
     fresh_seed,
+    needed_tokens,
     pad_id,
+    with_limits,
 )
 from deepspeed_hybrid.paths import Paths
 
@@ -64,8 +66,9 @@ def check_job(
         paths.require_chains()
         plan = replace(plan, kind=replace(plan.kind, invariant=True))
     pad_id(tokenizer)
-    check_positions(prompts.lengths, plan.max_new_tokens, getattr(call.config, "max_position_embeddings", None))
-    capacity, needed = cfg.continuous_cache_capacity, max(prompts.lengths) + plan.max_new_tokens
+    plan = with_limits(plan, getattr(sampling, "max_new_tokens_per_row", None), len(prompts.lengths))
+    check_positions(prompts.lengths, plan, getattr(call.config, "max_position_embeddings", None))
+    capacity, needed = cfg.continuous_cache_capacity, needed_tokens(prompts.lengths, plan)
     if capacity is not None and capacity < needed:
         raise ValueError(
             f"continuous_cache_capacity={capacity} is too small: the longest prompt and max_new_tokens need {needed}"

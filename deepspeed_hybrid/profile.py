@@ -54,6 +54,8 @@ def continuous_stats(stats: LoopStats, arena: Arena, lengths: list[int], peak_le
     """The dict of ``get_last_continuous_stats()``. Trimming fields are there for DeepSpeed's users and stay zero."""
     tokens = sum(lengths)
     useful_steps = tokens - len(lengths)  # a row's first token comes from its prefill
+    behind = [max(0, stats.queued_steps - stats.admitted_at[row]) for row in range(len(lengths))]
+    queued = sum(min(length - 1, steps) for length, steps in zip(lengths, behind, strict=True))
     return {
         "cache_capacity": arena.kv_length,
         "peak_cache_length": peak_length,
@@ -72,4 +74,6 @@ def continuous_stats(stats: LoopStats, arena: Arena, lengths: list[int], peak_le
         "lane_steps": stats.lane_steps,
         "wasted_lane_steps": stats.lane_steps - useful_steps,
         "occupancy": useful_steps / stats.lane_steps if stats.lane_steps else 1.0,
+        "queued_steps": stats.queued_steps,
+        "queued_occupancy": queued / (stats.queued_steps * stats.slots) if stats.queued_steps else 1.0,
     }

@@ -346,7 +346,7 @@ class HybridEngineRollout(RolloutEngine):
             self._last_continuous_stats = continuous_stats(job.stats, self._arena, lengths, peak, times["total_ms"])
         if self.cfg.enable_profiling:
             captures = {
-                "graph_captures": self._graphs.captures if self._graphs else 0,
+                "graph_captures": 0 if self._graphs is None else self._graphs.captures,
                 "prefill_graph_captures": self._arena.prefill_captures,
             }
             self._last_profile = profile(

@@ -20,6 +20,7 @@ from deepspeed_hybrid import (
 from deepspeed_hybrid.cache.layers import StepPlan
 from deepspeed_hybrid.cache.slot_cache import SlotCache
 from deepspeed_hybrid.compat import ModelCall, layer_kinds
+from deepspeed_hybrid.generation.loop import StopFlags
 from deepspeed_hybrid.ops.decode_step import decode_step_reference
 from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves_reference
 from deepspeed_hybrid.ops.gdn_gates import gdn_gates_reference
@@ -104,6 +105,18 @@ def force_tokens(rollout: HybridEngineRollout, script: torch.Tensor) -> None:
         )
 
     rollout._arena.choose = choose
+
+
+class LateFlags(StopFlags):
+    """The host looks one burst behind, as it does on a device that runs ahead: rows go on, or move, that have ended
+    unseen."""
+
+    def __init__(self, state):
+        super().__init__(state)
+        self.asynchronous = True
+
+    def record(self, occupants) -> None:
+        self._queued.append((self.state.parked[: len(occupants)].clone(), None, list(occupants)))
 
 
 def watch_chain(rollout: HybridEngineRollout, note: Callable[[str, tuple], None]) -> None:

@@ -83,6 +83,70 @@ def test_closed_by_an_error(model, error, monkeypatch):
     assert answers(greedy(rollout, ragged_prompts(LENGTHS), 4))
 
 
+class Broken(io.StringIO):
+    """A stream that takes ``left`` more operations and then has gone."""
+
+    def __init__(self, left: int, error: Exception):
+        super().__init__()
+        self.left, self.error, self.failures = left, error, 0
+
+    def _one_more(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            self.failures += 1
+            raise self.error
+
+    def write(self, text: str) -> int:
+        self._one_more()
+        return len(text)
+
+    def flush(self) -> None:
+        self._one_more()
+
+
+@pytest.mark.parametrize("left", [0, 1, 2, 5])
+@pytest.mark.parametrize(
+    "error",
+    [BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left"), ValueError("I/O operation on closed file")],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_broken_stream_ends_no_call(model, error, left, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(progress.logger, "warning", said.append)
+    rollout, stream = rollout_of(model, progress=True), Broken(left, error)
+    prompts, config = ragged_prompts(LENGTHS), sampling(continuous_batch_size=1)
+    wanted = rollout_of(model).generate(RolloutRequest(*prompts), config)
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stderr", stream)
+        batch = rollout.generate(RolloutRequest(*prompts), config)
+        assert open_bars() == []
+        rows = list(rollout.generate_iter(RolloutRequest(*prompts), config))
+        gc.collect()
+    assert torch.equal(batch.input_ids, wanted.input_ids) and len(rows) == 6
+    assert stream.failures == 2  # once a call: it is not asked again
+    assert [name for name, module in model.named_modules() if "forward" in module.__dict__] == []
+    assert sum("no progress bar" in line and str(error) in line for line in said) == 2
+
+
+def test_a_process_without_stderr(model, monkeypatch):
+    rollout = rollout_of(model, progress=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stderr", None)
+        assert answers(greedy(rollout, ragged_prompts(LENGTHS), 4))
+
+
+def test_an_interrupt_while_the_bar_is_drawn_is_one(model, monkeypatch):
+    rollout = rollout_of(model, progress=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stderr", Broken(3, KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            greedy(rollout, ragged_prompts(LENGTHS), 4)
+        patch.undo()
+        gc.collect()
+    assert [name for name, module in model.named_modules() if "forward" in module.__dict__] == []
+    assert answers(greedy(rollout, ragged_prompts(LENGTHS), 4))
+
+
 @pytest.mark.parametrize("rank, shown", [(0, True), (1, False)])
 def test_one_bar_for_all_processes(monkeypatch, rank, shown):
     comm = SimpleNamespace(is_initialized=lambda: True, get_rank=lambda: rank)

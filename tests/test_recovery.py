@@ -4,6 +4,7 @@
 """Calls cut short anywhere, by lack of memory or by hand: no trace is left, and the next call is right."""
 
 import random
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -52,6 +53,10 @@ class CutAt(TorchDispatchMode):
 
 @pytest.fixture(scope="module")
 def model():
+    return small_model()
+
+
+def small_model():
     """One layer of each kind, in a mixed training mode."""
     torch.manual_seed(0)
     types = ["linear_attention", "full_attention"]
@@ -95,6 +100,10 @@ def run(rollout, call) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def oracle(model):
+    return undisturbed(model)
+
+
+def undisturbed(model) -> dict[tuple[int, int], list[list[int]]]:
     """Every size and kind once, by rollouts that nothing befalls."""
     wanted = {}
     for size in range(len(SIZES)):
@@ -104,44 +113,59 @@ def oracle(model):
     return wanted
 
 
+def cut_calls(rollout, oracle, calls: int, holds: Callable[[], bool], least: float = 0.25) -> None:
+    """Cut every other call somewhere; those between are right, and nothing is left behind any of them.
+
+    Args:
+        holds: asked after each call.
+        least: share of calls that must have been cut: some end before the operation that would have been their last.
+    """
+    chance, model = random.Random(7), rollout._module
+    modes = [module.training for module in model.modules()]
+    operations: dict[tuple, int] = {}
+    cuts = 0
+    for number in range(calls):
+        call = draw(chance)
+        about = operations.get((call.size, call.slots))
+        if number % 2 and about is not None:
+            error = chance.choice(ERRORS)
+            cut = CutAt(int(about * chance.random() ** 2), error)  # the first of them allocate
+            try:
+                with cut:
+                    run(rollout, call)
+            except error as caught:
+                assert str(caught) == "cut"
+                cuts += 1
+                del caught
+        else:
+            with CutAt() as counting:
+                assert run(rollout, call) == oracle[call.size, call.kind], call
+            operations[call.size, call.slots] = counting.count
+        assert_no_trace(model, modes)
+        assert holds()
+    for size, kind in oracle:
+        assert run(rollout, SimpleNamespace(size=size, kind=kind, slots=2, rows=True)) == oracle[size, kind]
+    assert cuts > least * calls
+
+
+def assert_no_trace(model, modes: list[bool]) -> None:
+    assert [name for name, module in model.named_modules() if "forward" in module.__dict__] == []
+    assert [module.training for module in model.modules()] == modes
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", CALLS)
 def test_calls_cut_at_any_operation(model, oracle, steps, monkeypatch):
     """One rollout through them all: what a cut call leaves behind, the next one would stumble over."""
     monkeypatch.setattr(tail, "WORTHWHILE_STEPS", 1)
-    chance = random.Random(7)
-    modes = [module.training for module in model.modules()]
-    operations: dict[tuple, int] = {}
-    cuts, captured = 0, steps == "captured"
+    captured = steps == "captured"
     with recording_accelerator() if captured else nullcontext():
         rollout = rollout_of(model, poll_every=3)
         if captured:
             capture_steps(rollout, max_graphs=3)
             capture_prompts(rollout, max_graphs=3)
-        for number in range(CALLS[steps]):
-            call = draw(chance)
-            about = operations.get((call.size, call.slots))
-            if number % 2 and about is not None:
-                error = chance.choice(ERRORS)
-                cut = CutAt(int(about * chance.random() ** 2), error)  # the first of them allocate
-                try:
-                    with cut:
-                        run(rollout, call)
-                except error as caught:
-                    assert str(caught) == "cut"
-                    cuts += 1
-                    del caught
-            else:
-                with CutAt() as counting:
-                    assert run(rollout, call) == oracle[call.size, call.kind], call
-                operations[call.size, call.slots] = counting.count
-            assert [name for name, module in model.named_modules() if "forward" in module.__dict__] == []
-            assert [module.training for module in model.modules()] == modes
-            assert held_bytes(rollout) == sum(reported(rollout).values())
-            assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        for size, kind in oracle:
-            assert run(rollout, SimpleNamespace(size=size, kind=kind, slots=2, rows=True)) == oracle[size, kind]
-    assert cuts > CALLS[steps] // 4
+        cut_calls(rollout, oracle, CALLS[steps], lambda: held_bytes(rollout) == sum(reported(rollout).values()))
 
 
 def places() -> dict[str, tuple[type, str]]:

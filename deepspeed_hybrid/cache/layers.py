@@ -28,6 +28,7 @@ class StepPlan:
     parked: torch.Tensor | None = None  # [B] bool: lanes whose state must keep its bits; None for a prefill
     token_mask: torch.Tensor | None = None  # [B, T] bool: False on padding; None: no padding
     first: bool = False  # the first tokens of their sequences: there is no earlier state
+    only_slot: int | None = None  # the slot of the only row, where the host knows it: keys are read without a copy
 
     def lengths(self) -> torch.Tensor:
         """[B] int64: tokens of each row when this forward is done."""
@@ -102,6 +103,8 @@ class SlotKVLayer(StaticLayer):
     @staticmethod
     def _read(buffer: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         reachable = buffer[:, :, : plan.kv_length]
+        if plan.only_slot is not None:
+            return reachable[plan.only_slot : plan.only_slot + 1]
         return reachable[: plan.lanes] if plan.slots is None else reachable.index_select(0, plan.slots)
 
     def get_seq_length(self) -> int:

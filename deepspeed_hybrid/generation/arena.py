@@ -19,6 +19,7 @@ from deepspeed_hybrid.generation.sampling import SamplingKind
 from deepspeed_hybrid.generation.state import DecodeState
 from deepspeed_hybrid.generation.step import decode_step
 from deepspeed_hybrid.generation.transfer import upload
+from deepspeed_hybrid.ops.truncate_scores import truncate_scores
 
 SMALL_SLOT_BUCKETS = (1, 2, 4, 8)
 SLOT_STEP, LENGTH_STEP = 8, 64
@@ -67,48 +68,67 @@ class Arena:
         self.prompts = prompts
         self.device_free = partial(free_bytes, device)
         self.lanes = self.kv_length = 0
+        self.scratch = 0  # the most bytes of a step's logits, and of what becomes of them, so far
         self.cache: SlotCache | None = None
         self.state: DecodeState | None = None
 
     def reserve(self, rows: int, tokens: int, kind: SamplingKind = PLAIN) -> None:
         """Make room for ``rows`` rows of up to ``tokens`` tokens each, and set the buckets of the coming steps."""
         self.lanes, self.kv_length = slot_bucket(rows), length_bucket(tokens)
-        if self.cache is None or self.cache.slots < self.lanes or self.cache.capacity < self.kv_length:
-            slots, capacity = self._grown() if self.cache else (self.lanes, self.kv_length)
-            if self.lacks(slots, capacity, kind):
+        holds = self._holds(self.lanes, self.kv_length)
+        missing = self._missing(self.lanes, kind) if holds else 0
+        if not holds or (missing and self._beyond(self._present() + missing)):
+            slots, capacity = self._grown() if self.cache and not holds else (self.lanes, self.kv_length)
+            if self._beyond(self._bytes(slots, capacity, kind)):
                 slots, capacity = self.lanes, self.kv_length  # room for this call alone
             self.release()
             self.cache = SlotCache(layer_kinds(self.model.model), slots, capacity, self.state_dtype)
             self.state = DecodeState.empty(slots, capacity, self.device)
+        self.scratch = max(self.scratch, self._logits_bytes(self.lanes, kind))
         if not self.masked():
             self.kv_length = self.cache.capacity  # costs nothing, and one captured step serves every length
 
     def needed(self, rows: int, tokens: int, kind: SamplingKind = PLAIN) -> int:
-        """Bytes to be made for a call that ``reserve()`` has not seen yet; 0 where it fits what is there."""
+        """Bytes of all buffers in a call that ``reserve()`` has not seen yet; 0 where all of them are there."""
         lanes, kv_length = slot_bucket(rows), length_bucket(tokens)
-        if self.cache is not None and lanes <= self.cache.slots and kv_length <= self.cache.capacity:
-            return 0
-        return self._bytes(lanes, kv_length, kind)
+        alone = self._bytes(lanes, kv_length, kind)
+        if not self._holds(lanes, kv_length):
+            return alone
+        missing = self._missing(lanes, kind)
+        return min(alone, self._present() + missing) if missing else 0
 
-    def lacks(self, slots: int, capacity: int, kind: SamplingKind) -> bool:
+    def _holds(self, lanes: int, kv_length: int) -> bool:
+        return self.cache is not None and lanes <= self.cache.slots and kv_length <= self.cache.capacity
+
+    def _present(self) -> int:
+        return sum(self.bytes_by_kind().values())
+
+    def _missing(self, lanes: int, kind: SamplingKind) -> int:
+        """What a call of another kind wants beside a cache and a state that have room for it."""
+        seen = self.cache.slots * self.model.vocab_size if kind.penalised and self.state.seen is None else 0
+        return seen + max(0, self._logits_bytes(lanes, kind) - self.scratch)
+
+    def _beyond(self, size: int) -> bool:
         """Whether there is known to be too little memory for buffers of this size."""
         free = self.free()
-        return free is not None and self._bytes(slots, capacity, kind) > free
+        return free is not None and size > free
 
     def free(self) -> int | None:
         """Bytes there are for new buffers, those of the present ones included; None: no limit is known."""
         free = self.device_free()
-        return None if free is None else free + sum(self.bytes_by_kind().values())
+        return None if free is None else free + self._present()
 
     def _bytes(self, slots: int, capacity: int, kind: SamplingKind) -> int:
-        vocab_size = self.model.vocab_size
-        itemsize = self.model.embedding.weight.dtype.itemsize
         slot = SlotBytes.of(self.model.model, self.state_dtype)
         return (
             cache_bytes(slot, slots, capacity)
-            + state_bytes(slots, capacity, vocab_size, kind)
-            + logits_bytes(slots, vocab_size, itemsize, kind)
+            + state_bytes(slots, capacity, self.model.vocab_size, kind)
+            + self._logits_bytes(slots, kind)
         )
+
+    def _logits_bytes(self, lanes: int, kind: SamplingKind) -> int:
+        sorts = self.truncate is not truncate_scores or self.device.type == "cpu"
+        return logits_bytes(lanes, self.model.vocab_size, self.model.embedding.weight.dtype.itemsize, kind, sorts)
 
     def _grown(self) -> tuple[int, int]:
         """Slots and capacity that hold this call, and the largest so far too, unless the two have little in common.
@@ -162,6 +182,7 @@ class Arena:
         """Give the cache, the state and the graphs back."""
         self.drop_graphs()
         self.cache = self.state = None
+        self.scratch = 0
 
     def drop_graphs(self) -> None:
         """Forget every captured step and prompt forward."""

@@ -24,6 +24,8 @@ class SamplingConfig(base.SamplingConfig):
             generation_config's.
         stop_token_ids: further ids that end a row.
         logprobs_mode: 'processed' (the distribution sampled from) or 'raw' (the model's own).
+        max_new_tokens_per_row: most new tokens of each row, in the order of the batch, or of each prompt; at most
+            ``max_new_tokens``, which None gives to all. For rows that go on with what is left of their budget.
 
     ``continuous_batch_size`` may also be 'auto': as many slots as there are rows, or as the device has memory for.
     """
@@ -33,6 +35,7 @@ class SamplingConfig(base.SamplingConfig):
     repetition_penalty: float | None = None
     stop_token_ids: list[int] | None = None
     logprobs_mode: str = "processed"
+    max_new_tokens_per_row: list[int] | None = None
 
 
 @dataclass

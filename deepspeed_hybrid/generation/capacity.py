@@ -15,7 +15,7 @@ from deepspeed_hybrid.generation.sampling import SamplingKind
 from deepspeed_hybrid.generation.state import DecodeState
 
 FP32_BYTES = 4
-TRUNCATION_BYTES = 32  # a number of the vocabulary: sorted scores and their order, probabilities and their sums
+SORTING_BYTES = 32  # a number of the vocabulary: sorted scores and their order, probabilities and their sums
 ANSWER_BYTES = 8 + 4  # a token and its logprob
 
 
@@ -66,13 +66,17 @@ def state_bytes(slots: int, capacity: int, vocab_size: int, kind: SamplingKind) 
     return DecodeState.empty(slots, capacity, torch.device("meta")).bytes() + seen
 
 
-def logits_bytes(lanes: int, vocab_size: int, itemsize: int, kind: SamplingKind) -> int:
-    """Of a step's logits, and of what becomes of them before a token is chosen."""
+def logits_bytes(lanes: int, vocab_size: int, itemsize: int, kind: SamplingKind, sorts: bool = True) -> int:
+    """Of a step's logits, and of what becomes of them before a token is chosen.
+
+    Args:
+        sorts: scores are truncated by sorting them, and not by the CUDA op.
+    """
     number = itemsize
     if kind.penalised or kind.truncated:
         number += FP32_BYTES
     if kind.truncated:
-        number += TRUNCATION_BYTES
+        number += SORTING_BYTES if sorts else FP32_BYTES
     return lanes * vocab_size * number
 
 

@@ -38,6 +38,7 @@ class GraphRunner:
         self.captures = 0
         self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
         self._pool = None
+        self._warm_up_stream = None  # one for all: libraries keep a workspace for every stream they have seen
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -91,7 +92,7 @@ class GraphRunner:
     ) -> torch.cuda.CUDAGraph:
         accelerator = get_accelerator()
         if warmups:
-            stream = accelerator.Stream()
+            stream = self._warm_up_stream = self._warm_up_stream or accelerator.Stream()
             stream.wait_stream(accelerator.current_stream())
             with accelerator.stream(stream), harmless():
                 for _ in range(warmups):

@@ -66,6 +66,8 @@ class LoopStats:
     lane_steps: int = 0
     prefill_ms: float = 0.0
     decode_ms: float = 0.0
+    queued_steps: int = 0  # decode forwards before the last row had its slot
+    admitted_at: dict[int, int] = field(default_factory=dict)  # row -> decode forwards before it had its slot
     occupied: list[int] = field(default_factory=list)
 
 
@@ -114,7 +116,10 @@ def run_rows(
                     stats.prefill_replays += arena.prefill_replays - replays
                 stats.refills += len(placed) if stats.admissions else 0
                 stats.admissions += len(placed)
-                steps_left = plan.max_new_tokens - 1
+                steps_left = max(steps_left, max(plan.limit(row) for _, row in placed) - 1)
+                stats.admitted_at.update((row, stats.decode_forwards) for _, row in placed)
+                if not scheduler.waiting:
+                    stats.queued_steps = stats.decode_forwards
                 progress.add(tokens=len(placed))
             elif not scheduler.waiting:
                 fewer = tail.lanes(scheduler.running, arena.lanes, stats.decode_forwards, steps_left)

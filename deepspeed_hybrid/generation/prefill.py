@@ -3,14 +3,17 @@
 # DeepSpeed Team
 """Prompts into slots: left-padded columns in, compact positions in the cache, last-position logits out."""
 
+from contextlib import nullcontext
+
 import torch
 
 from deepspeed_hybrid.cache.slot_cache import SlotCache
-from deepspeed_hybrid.compat import ModelCall
+from deepspeed_hybrid.compat import ModelCall, attention_configs
 from deepspeed_hybrid.generation.prompt_forward import prompt_logits
 from deepspeed_hybrid.generation.prompt_graphs import PromptGraphs
 from deepspeed_hybrid.generation.prompt_shapes import next_shape
 from deepspeed_hybrid.generation.transfer import upload
+from deepspeed_hybrid.segments.continued_attention import can_continue, continuing
 
 # Tokens of one prefill forward, and so of the largest one that is captured; longer prompts run eagerly, in chunks.
 # It bounds activations; more would not be faster on an H200.
@@ -74,10 +77,14 @@ def _in_chunks(
 ) -> torch.Tensor:
     width, chunk = ids.shape[1], max(1, token_budget // len(slots))
     row_lengths, row_slots = upload(lengths, ids.device), upload(slots, ids.device)
+    padded, only_slot = min(lengths) < width, slots[0] if len(slots) == 1 else None
+    configs = attention_configs(model.model) if width > chunk else []
+    unmasked = only_slot is not None and not padded and can_continue(configs)
     logits = None
     for start in range(0, width, chunk):
         columns = ids[:, start : start + chunk]
-        logits = prompt_logits(
-            model, cache, columns, row_lengths, row_slots, start, width, padded=min(lengths) < width
-        )
+        with continuing(configs) if unmasked and start > 0 else nullcontext():
+            logits = prompt_logits(
+                model, cache, columns, row_lengths, row_slots, start, width, padded, only_slot, not unmasked
+            )
     return logits

@@ -3,8 +3,36 @@
 # DeepSpeed Team
 """A bar over the rows of a call, from what the host knows anyway: nothing waits for the device."""
 
+import sys
+from typing import TextIO
+
 import deepspeed
+from deepspeed.utils import logger
 from tqdm import tqdm
+from tqdm.utils import ObjectWrapper
+
+
+class BestEffort(ObjectWrapper):
+    """A stream whose failures are said once and then left alone: no call ends because nobody reads its bar."""
+
+    def __init__(self, stream: TextIO):
+        super().__init__(stream)
+        self.wrapper_setattr("broken", False)
+
+    def write(self, text: str) -> None:
+        self._attempt("write", text)
+
+    def flush(self) -> None:
+        self._attempt("flush")
+
+    def _attempt(self, name: str, *arguments: str) -> None:
+        if self.broken:
+            return
+        try:
+            getattr(self._wrapped, name)(*arguments)
+        except Exception as error:
+            self.wrapper_setattr("broken", True)
+            logger.warning(f"deepspeed_hybrid: no progress bar: {type(error).__name__}: {error}")
 
 
 class Progress:
@@ -18,10 +46,12 @@ class Progress:
     """
 
     def __init__(self, shown: bool, rows: int):
-        self.shown, self.rows, self.tokens = shown and is_first_rank(), rows, 0
+        self.shown = shown and sys.stderr is not None and is_first_rank()
+        self.rows, self.tokens = rows, 0
 
     def __enter__(self) -> "Progress":
-        self._bar = tqdm(total=self.rows, desc="rollout", unit="row", disable=not self.shown)
+        stream = BestEffort(sys.stderr) if self.shown else None
+        self._bar = tqdm(total=self.rows, desc="rollout", unit="row", disable=not self.shown, file=stream)
         return self
 
     def __exit__(self, *exception) -> None:

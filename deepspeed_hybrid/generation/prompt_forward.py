@@ -19,6 +19,8 @@ def prompt_logits(
     start: int,
     width: int,
     padded: bool,
+    only_slot: int | None = None,
+    masked: bool = True,
 ) -> torch.Tensor:
     """Feed columns ``start`` to ``start + C`` of prompts that end in column ``width``.
 
@@ -30,6 +32,8 @@ def prompt_logits(
         lengths: [B] int64, real tokens of each row.
         slots: [B] int64, the slot of each row.
         padded: whether any of the columns 0 to ``width`` is padding.
+        only_slot: the slot of the only row, where the host knows it.
+        masked: attention wants a mask where it is not plainly causal from position 0.
 
     Returns:
         Logits of the last column fed, [B, V].
@@ -45,13 +49,14 @@ def prompt_logits(
         slots=slots,
         kv_length=kv_length,
         first=start == 0,
+        only_slot=only_slot,
         write_positions=positions.masked_fill(~real, cache.capacity - 1),  # where() would copy the number from here
         before=(start - padding).clamp(min=0),
         after=(end - padding).clamp(min=0),
         token_mask=real if padded else None,
     )
     mask = None
-    if padded or start > 0:
+    if masked and (padded or start > 0):
         mask = torch.arange(kv_length, device=device)[None, None, None, :] <= reach[:, None, :, None]
     with cache.planned(plan):
         return model.logits(ids, reach, mask, cache)

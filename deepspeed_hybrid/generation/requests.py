@@ -4,7 +4,7 @@
 """From a request to rows: everything is checked here, before any state changes."""
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -74,6 +74,11 @@ class SamplingPlan:
     min_p: float
     penalty: float
     stop_ids: tuple[int, ...]
+    limits: tuple[int, ...] | None = None  # of each row, where they differ from max_new_tokens; that is the largest
+
+    def limit(self, row: int) -> int:
+        """Most new tokens of a row."""
+        return self.max_new_tokens if self.limits is None else self.limits[row]
 
 
 def check_prompts(prompt_ids: torch.Tensor, mask: torch.Tensor, vocab_size: int, device: torch.device) -> Prompts:
@@ -252,12 +257,51 @@ def pad_id(tokenizer) -> int:
     raise ValueError("tokenizer must define pad_token_id or eos_token_id")
 
 
-def check_positions(lengths: list[int], max_new_tokens: int, max_positions: int | None) -> None:
-    """Raise ValueError where a row's real tokens and its answer do not fit the model's positions."""
-    needed = max(lengths) + max_new_tokens
-    if max_positions is not None and needed > max_positions:
+def with_limits(plan: SamplingPlan, limits, prompts: int) -> SamplingPlan:
+    """``plan`` with a limit of its own for each row.
+
+    Args:
+        limits: of every row or of every prompt, or None.
+
+    Raises:
+        ValueError: as many as there are neither rows nor prompts, or something that is no limit.
+    """
+    if limits is None:
+        return plan
+    rows = prompts * plan.samples
+    listed = isinstance(limits, (list, tuple))
+    _require(
+        "max_new_tokens_per_row",
+        limits,
+        listed and all(is_integer(limit, 1) and limit <= plan.max_new_tokens for limit in limits),
+        f"None or a list of integers from 1 to max_new_tokens={plan.max_new_tokens}",
+    )
+    if len(limits) not in (rows, prompts):
         raise ValueError(
-            f"prompt_ids of {max(lengths)} tokens plus max_new_tokens={max_new_tokens} need {needed} "
+            f"max_new_tokens_per_row must have one for each of {rows} rows or {prompts} prompts; got {len(limits)}"
+        )
+    each = plan.samples if len(limits) == prompts else 1
+    spread = tuple(limit for limit in limits for _ in range(each))
+    return replace(plan, max_new_tokens=max(spread), limits=spread)
+
+
+def needed_tokens(lengths: list[int], plan: SamplingPlan) -> int:
+    """Of the longest row: its prompt and as many new ones as it may have."""
+    return max(length + plan.limit(row) for row, length in _rows(lengths, plan))
+
+
+def _rows(lengths: list[int], plan: SamplingPlan) -> list[tuple[int, int]]:
+    return [(row, lengths[row // plan.samples]) for row in range(len(lengths) * plan.samples)]
+
+
+def check_positions(lengths: list[int], plan: SamplingPlan, max_positions: int | None) -> None:
+    """Raise ValueError where a row's real tokens and its answer do not fit the model's positions."""
+    row, length = max(_rows(lengths, plan), key=lambda one: one[1] + plan.limit(one[0]))
+    needed = length + plan.limit(row)
+    if max_positions is not None and needed > max_positions:
+        option = "max_new_tokens" if plan.limits is None else "a max_new_tokens_per_row"
+        raise ValueError(
+            f"prompt_ids of {length} tokens plus {option}={plan.limit(row)} need {needed} "
             f"positions; the model has {max_positions}"
         )
 

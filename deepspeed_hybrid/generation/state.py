@@ -80,7 +80,11 @@ class DecodeState:
         state.request.copy_(upload(requests, device))
         state.sample.copy_(upload(samples, device))
         state.parked.fill_(False)
-        state.limit.fill_(plan.max_new_tokens)
+        if plan.limits is None:
+            state.limit.fill_(plan.max_new_tokens)
+        else:
+            rows = [request * plan.samples + sample for request, sample in zip(requests, samples, strict=True)]
+            state.limit.copy_(upload([plan.limits[row] for row in rows], device))
         state.seed.fill_(plan.seed)
         state.temperature.fill_(plan.temperature or 1.0)
         state.top_k.fill_(plan.top_k)

@@ -89,6 +89,7 @@ def test_logits_are_counted_with_what_becomes_of_them():
     plain, penalised = logits_bytes(4, 100, 2, SamplingKind()), logits_bytes(4, 100, 2, SamplingKind(penalised=True))
     assert (plain, penalised) == (800, 2400)
     assert logits_bytes(4, 100, 2, SamplingKind(truncated=True)) > penalised
+    assert logits_bytes(4, 100, 2, SamplingKind(truncated=True), sorts=False) == 4 * 100 * (2 + 4 + 4)
 
 
 def test_sizes_are_readable():
@@ -221,3 +222,55 @@ def test_fewer_slots_fill_their_lanes(slots):
     counts = list(fewer_slots(slots))
     assert counts == sorted(counts, reverse=True) and all(slot_bucket(count) == count < slots for count in counts)
     assert not counts or (counts[-1] == 1 and slot_bucket(counts[0] + 1) >= slots)
+
+
+# ---------------------------------------------------------------------------------------- other kinds on kept buffers
+
+
+KINDS = [dict(repetition_penalty=1.2), dict(temperature=0.9, top_p=0.9), dict(temperature=0.9, repetition_penalty=1.2)]
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_what_another_kind_wants_is_counted_beside_kept_buffers(bench, options):
+    """The tokens seen, and scores beside logits."""
+    rollout = limited(bench.model, 10**12)
+    ask(rollout, bench, None)
+    arena, rows = rollout._arena, len(LENGTHS) * SAMPLES
+    kind = SamplingKind(
+        sampled="temperature" in options, truncated="top_p" in options, penalised="repetition_penalty" in options
+    )
+    present = sum(arena.bytes_by_kind().values())
+    assert arena.needed(rows, max(LENGTHS) + NEW_TOKENS) == 0
+    missing = arena.needed(rows, max(LENGTHS) + NEW_TOKENS, kind) - present
+    seen = arena.cache.slots * VOCAB if kind.penalised else 0
+    assert missing == seen + logits_bytes(16, VOCAB, 4, kind) - logits_bytes(16, VOCAB, 4, SamplingKind())
+
+    others = rows * NEW_TOKENS * capacity.ANSWER_BYTES
+    for short, refused in ((1, True), (0, False)):
+        arena.device_free = lambda short=short: missing + others - short
+        config = SamplingConfig(
+            **{"max_new_tokens": NEW_TOKENS, "seed": 1, "n_samples_per_prompt": SAMPLES, **options}
+        )
+        call = lambda config=config: rollout.generate(RolloutRequest(*bench.prompts), config)  # noqa: E731
+        if refused:
+            with pytest.raises(ValueError, match="free on cpu"):
+                call()
+        else:
+            assert len(answers(call())) == rows
+            assert arena.needed(rows, max(LENGTHS) + NEW_TOKENS, kind) == 0
+            assert arena.cache is not None and (arena.state.seen is not None) == kind.penalised
+
+
+def test_kept_buffers_give_way_where_only_the_call_alone_fits(bench):
+    """The tokens seen are kept for every slot there is, and few rows do not need as many slots."""
+    rollout = limited(bench.model, 10**12)
+    greedy(rollout, ragged_prompts([3] * 30), 60)
+    arena, penalised = rollout._arena, SamplingKind(penalised=True)
+    slots, present = arena.cache.slots, sum(arena.bytes_by_kind().values())
+    alone = arena._bytes(1, 64, penalised)
+    assert arena.needed(1, 12, penalised) == alone < present + slots * VOCAB
+    arena.device_free = lambda: 600  # answers beside what is there
+    wanted = greedy(rollout_of(bench.model), ragged_prompts([3]), 9, repetition_penalty=1.2)
+    batch = greedy(rollout, ragged_prompts([3]), 9, repetition_penalty=1.2)
+    assert torch.equal(batch.input_ids, wanted.input_ids)
+    assert arena.cache.slots == 1 and slots == 32

@@ -7,12 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import answers, rollout_of
+from harness import LateFlags, answers, rollout_of
 from models import PAD, ragged_prompts, tiny_model
 
 from deepspeed_hybrid import RolloutBatch, RolloutRequest, SamplingConfig
 from deepspeed_hybrid.generation import loop
-from deepspeed_hybrid.generation.loop import StopFlags
 
 pytestmark = pytest.mark.core
 
@@ -109,17 +108,6 @@ def test_a_limit_only_cuts(bench, new_tokens):
     assert [row[:shortest].tolist() for row in answers(batch)] == [
         row[:shortest].tolist() for row in answers(bench.wanted)
     ]
-
-
-class LateFlags(StopFlags):
-    """The host looks one burst behind, as it does on a device that runs ahead."""
-
-    def __init__(self, state):
-        super().__init__(state)
-        self.asynchronous = True
-
-    def record(self, occupants) -> None:
-        self._queued.append((self.state.parked[: len(occupants)].clone(), None, list(occupants)))
 
 
 @pytest.mark.parametrize("poll_every", [1, 3, 1000])

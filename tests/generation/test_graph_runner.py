@@ -92,6 +92,17 @@ def test_warm_ups_are_harmless_and_the_capture_is_bare(notes):
     assert notes.log == [("replay", "graph 0")] * 2
 
 
+def test_warm_ups_share_a_stream(notes, monkeypatch):
+    """Also behind a release: libraries keep a workspace for every stream that they have seen."""
+    made, stream = [], notes.Stream
+    monkeypatch.setattr(notes, "Stream", lambda: made.append(1) or stream())
+    runner = GraphRunner(4)
+    for key in "abc":
+        runner.prepare(key, notes.step(), notes.harmless)
+        runner.release()
+    assert runner.captures == 3 and len(made) == 1
+
+
 def test_a_key_is_captured_once_and_all_share_a_pool(notes):
     runner = GraphRunner(4)
     for key in "abab":

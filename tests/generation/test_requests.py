@@ -144,10 +144,10 @@ def test_pad_id(pad, eos, wanted):
 
 
 def test_positions_at_the_limit():
-    check_positions([3, 7], 5, 12)
-    check_positions([3, 7], 500, None)
+    check_positions([3, 7], plan(max_new_tokens=5), 12)
+    check_positions([3, 7], plan(max_new_tokens=500), None)
     with pytest.raises(ValueError, match="7 tokens.*max_new_tokens=6.*13.*12"):
-        check_positions([3, 7], 6, 12)
+        check_positions([3, 7], plan(max_new_tokens=6), 12)
 
 
 def test_a_new_generation_config_is_accepted():

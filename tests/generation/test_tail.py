@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import answers, assert_same_answers, prompt, rollout_of
+from harness import LateFlags, answers, assert_same_answers, prompt, rollout_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import FAMILIES, Tokenizer, ragged_prompts, solo, tiny_model
@@ -16,7 +16,6 @@ from recorded_graph import capture_prompts, capture_steps, recording_accelerator
 from deepspeed_hybrid import RolloutRequest, SamplingConfig
 from deepspeed_hybrid.cache import slot_cache
 from deepspeed_hybrid.generation import loop, tail
-from deepspeed_hybrid.generation.loop import StopFlags
 from deepspeed_hybrid.generation.scheduler import SlotScheduler
 from deepspeed_hybrid.generation.tail import WORTHWHILE_STEPS, TailShrink, tail_lanes
 
@@ -148,17 +147,6 @@ def test_moved_rows_bring_everything(bench, eager_tail):
     arena = rollout._arena
     assert all(bool(buffer[arena.lanes : arena.cache.slots].isnan().all()) for buffer in arena.cache.buffers())
     assert_same(sample(rollout, bench.prompts, continuous_batch_size=12), bench.wanted)
-
-
-class LateFlags(StopFlags):
-    """The host looks one burst behind, as it does on a device that runs ahead: rows move that have ended unseen."""
-
-    def __init__(self, state):
-        super().__init__(state)
-        self.asynchronous = True
-
-    def record(self, occupants) -> None:
-        self._queued.append((self.state.parked[: len(occupants)].clone(), None, list(occupants)))
 
 
 @pytest.mark.parametrize("poll_every", [1, 3, 8])
