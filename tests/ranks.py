@@ -41,14 +41,14 @@ class Ranks:
             raise AssertionError("\n\n".join(failures))
         return [reply["result"] for reply in replies]
 
-    def replies(self, function: str, timeout: float = 120, **arguments) -> list[dict]:
-        """Like ``run``, with what a rank raised as its ``error``, and the seconds it took."""
+    def replies(self, function: str, timeout: float = 120, deaths: bool = False, **arguments) -> list[dict]:
+        """Like ``run``, with what a rank raised as its ``error``, and the seconds it took; ``deaths``: it may end."""
         if not self._processes:
             self._start()
         for process in self._processes:
             process.stdin.write(json.dumps([function, arguments]) + "\n")
             process.stdin.flush()
-        return self._await(timeout, function)
+        return self._await(timeout, function, deaths)
 
     def stop(self) -> None:
         for process in self._processes:
@@ -82,12 +82,15 @@ class Ranks:
             )
         self._await(START_SECONDS, "start")
 
-    def _await(self, timeout: float, what: str) -> list[dict]:
+    def _await(self, timeout: float, what: str, deaths: bool = False) -> list[dict]:
         deadline = time.monotonic() + timeout
         replies = []
         for rank, process in enumerate(self._processes):
             ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
             line = process.stdout.readline() if ready else ""
+            if ready and not line and deaths:
+                replies.append({"error": "died"})
+                continue
             if not line:
                 end = self._ends_of_logs()
                 self.stop()

@@ -4,7 +4,7 @@
 """What ranks need of one another while they generate."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import deepspeed
@@ -61,11 +61,15 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def post(key: str, text: str) -> None:
-    """Leave a message for the other ranks of the job, past any collective operation."""
-    torch.distributed.distributed_c10d._get_default_store().set(key, text)
+    """Leave a message for the other ranks of the job, past any collective operation, if there is still a way."""
+    with suppress(torch.distributed.DistError):
+        torch.distributed.distributed_c10d._get_default_store().set(key, text)
 
 
 def posted(key: str) -> str | None:
-    """The message that was left, or None."""
+    """The message that was left; None: there is none, or whoever kept them is gone."""
     store = torch.distributed.distributed_c10d._get_default_store()
-    return store.get(key).decode() if store.check([key]) else None
+    try:
+        return store.get(key).decode() if store.check([key]) else None
+    except torch.distributed.DistError:
+        return None

@@ -3,6 +3,7 @@
 # DeepSpeed Team
 """Ranks that share a model start together, sample alike, and fail together."""
 
+import os
 import time
 
 import pytest
@@ -130,6 +131,30 @@ def test_rank_that_fails_ends_the_others(ranks, where, patience):
     assert first == "OSError" and own == "the disk is full" and early < 2
     assert second == "RuntimeError" and "rank 0 raised OSError: the disk is full" in told and late < MOST_SECONDS
     assert "were separated" in again and "were separated" in once_more and "rank 1 was waiting" in once_more
+
+
+def dying() -> list:
+    """Rank 0 ends in the midst of generate(), and with it the store of messages."""
+    rollout = shared_rollout()
+    original = rollout._paths.call.logits
+
+    def end(*args):
+        if rank() == 0:
+            os._exit(1)
+        return original(*args)
+
+    rollout._paths.call.logits = end
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError) as raised:
+        answer(rollout, 6, temperature=0.0)
+    return [str(raised.value), time.monotonic() - begun]
+
+
+def test_rank_that_dies_ends_the_others(ranks):
+    first, second = ranks.replies(f"{HERE}:dying", deaths=True)
+    ranks.stop()
+    message, seconds = second["result"]
+    assert first == {"error": "died"} and "has failed on all ranks" in message and seconds < MOST_SECONDS
 
 
 def failing_alike() -> list:
