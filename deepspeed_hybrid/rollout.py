@@ -108,7 +108,7 @@ class HybridEngineRollout(RolloutEngine):
     @torch.inference_mode(False)
     @torch.no_grad()
     def generate(self, request: RolloutRequest, sampling: BaseSamplingConfig) -> RolloutBatch:
-        """Answer every prompt ``n_samples_per_prompt`` times.
+        """Answer every prompt ``n_samples_per_prompt`` times. Ranks that share a model (AutoTP) call it together.
 
         Args:
             request: left-padded prompts, [B, T_p].
@@ -119,7 +119,8 @@ class HybridEngineRollout(RolloutEngine):
 
         Raises:
             ValueError: bad input, named, before any state has changed.
-            RuntimeError: after ``shutdown()``, or after an optimizer step without a sync where weights are gathered.
+            RuntimeError: after ``shutdown()``, or after an optimizer step without a sync where weights are gathered;
+                or another rank that shares the model has refused the call or has failed.
         """
         start = time.perf_counter()
         job = self._agree(request, sampling)
