@@ -70,7 +70,10 @@ SHARED_MODELS = {
     "heads shared": dict(family="hybrid", new_tokens=128, samplings=LONG),
     "as AutoTP has it": dict(family="hybrid", use_segki=False, sizes=dict(vocab_size=2501)),
     "heads do not divide": dict(
-        family="hybrid", tied=True, sizes=dict(linear_num_key_heads=3, linear_num_value_heads=3)
+        family="hybrid",
+        tied=True,
+        samplings=LONG,
+        sizes=dict(linear_num_key_heads=3, linear_num_value_heads=3),
     ),
     "one key head": dict(
         family="hybrid", samplings=LONG, sizes=dict(linear_num_key_heads=1, linear_num_value_heads=3)
