@@ -41,6 +41,7 @@ class Job:
     tokens: int  # a slot has room for
     continuous_slots: int | None  # as asked for
     answers: Answers
+    seed_drawn: bool = False  # nobody asked for this one
     stats: LoopStats = field(default_factory=LoopStats)
 
 
@@ -80,7 +81,8 @@ def check_job(
     slots = fitting_slots(
         arena, paths, rows, slots, capacity or needed, plan, asked, cfg.use_shared_prefill is not False
     )
-    if plan.seed is None:
+    seed_drawn = plan.seed is None
+    if seed_drawn:
         plan = replace(plan, seed=fresh_seed())
     return Job(
         request=request,
@@ -91,6 +93,7 @@ def check_job(
         tokens=capacity or needed,
         continuous_slots=slots if asked == AUTO else asked,
         answers=Answers.empty(rows, plan.max_new_tokens, paths.device),
+        seed_drawn=seed_drawn,
     )
 
 

@@ -201,8 +201,8 @@ def _admit(
         requests, samples, [prompts.lengths[request] for request in requests], plan, plan.max_new_tokens, device
     )
     if plan.kind.penalised:
-        rows.seen = seen_tokens(prompts, requests, logits.shape[1])
-    advance(rows, logits, plan.kind, arena.choose, arena.truncate)
+        rows.seen = seen_tokens(prompts, requests, arena.model.vocab_size)
+    advance(rows, logits, plan.kind, arena.choose, arena.truncate, arena.model.shard)
     arena.state.store(upload(slots, device), rows)
 
 
