@@ -6,7 +6,7 @@
 import functools
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from deepspeed.runtime.rollout.base import RolloutEngine, RolloutRequest
@@ -30,6 +30,7 @@ from deepspeed_hybrid.profile import continuous_stats, profile
 from deepspeed_hybrid.segments.apply import surely
 from deepspeed_hybrid.segments.fingerprint import fingerprint
 from deepspeed_hybrid.segments.weights import WeightSyncReport
+from deepspeed_hybrid.speculation import make_speculation
 
 PROMPT_GRAPHS = 4  # graphs of prompts to one of a decode step: prompts come in many shapes
 
@@ -68,6 +69,7 @@ class HybridEngineRollout(RolloutEngine):
         self._paths: Paths = resolve_paths(engine, self.cfg)
         self._injection = self._paths.injection
         self._graphs = GraphRunner(self.cfg.max_graphs) if self._paths.graph else None
+        self._speculation = make_speculation(engine, self.cfg, self._paths)
         self._arena = Arena(
             self._paths.call,
             self._paths.device,
@@ -77,6 +79,7 @@ class HybridEngineRollout(RolloutEngine):
             self._paths.truncate,
             lambda: self._injection.masked,
             self._prompt_graphs(),
+            self._speculation,
         )
         self._look()
         self._changes = 0  # how often the model was found changed
@@ -199,6 +202,8 @@ class HybridEngineRollout(RolloutEngine):
     def _begin(self, job: Job) -> Iterator[list[int]]:
         """Make room, prepare the step (a capture, where there is none yet), and give the rounds of the loop."""
         self._arena.reserve(job.slots, job.tokens, job.plan.kind)
+        if self._speculation is not None:
+            self._speculation.begin()
         return run_rows(
             self._arena,
             job.prompts,
@@ -225,6 +230,7 @@ class HybridEngineRollout(RolloutEngine):
             torch.autocast(self._paths.device.type, enabled=False),
             self._injection.bound(),
             dense_mask_attention(self._configs),
+            nullcontext() if self._speculation is None else self._speculation.watching(self._paths.call),
         ):
             try:
                 _set_modes([(held, False) for held, _ in modes])
@@ -262,6 +268,8 @@ class HybridEngineRollout(RolloutEngine):
         gathered = self._injection.gathered
         if gathered is None or gathered.step is None:  # else left to generate(): looking can take longer than copying
             self._follow_weights()
+        if self._speculation is not None:
+            self._speculation.drafter.refresh()
         try:
             return self._injection.sync()
         except BaseException:
@@ -343,8 +351,11 @@ class HybridEngineRollout(RolloutEngine):
                 job.request.prompt_ids.shape[1],
                 times,
                 job.continuous_slots,
-                {**captures, **self._paths.reasons()},
+                {**captures, **self._paths.reasons(), **self._speculative_figures()},
             )
+
+    def _speculative_figures(self) -> dict:
+        return {} if self._speculation is None else {"speculation": self._speculation.stats.summary()}
 
     # ----------------------------------------------------------------------------------------------------- memory
 
