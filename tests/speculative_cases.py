@@ -80,6 +80,7 @@ class ScriptedDrafter:
 
     def __init__(self, answers: dict[tuple[int, int], list[int]], right: Callable[[int, int, int], int]):
         self.answers, self.right = answers, right
+        self.wrong = 1  # what a wrong token is beside the right one
         self.layer_ids: tuple[int, ...] = ()
         self.most_tokens = 16
 
@@ -109,7 +110,7 @@ class ScriptedDrafter:
             coming = self.answers[request, sample][length : length + tokens - 1]
             coming = coming + [1] * (tokens - 1 - len(coming))
             right = self.right(request, sample, length)
-            rows.append([token if at < right else (token + 1) % VOCAB for at, token in enumerate(coming)])
+            rows.append([token if at < right else (token + self.wrong) % VOCAB for at, token in enumerate(coming)])
         return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), tokens - 1)
 
 

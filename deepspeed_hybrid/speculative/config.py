@@ -187,7 +187,8 @@ def _refuse_relatives(raw: dict, nested: dict) -> None:
         raise ValueError(f"draft_model has projector_type {projector!r}, which is not supported")
     for name in OTHER_SETTINGS:
         value = nested.get(name, raw.get(name))
-        if value not in (None, False, 0, 1.0):
+        neutral = {"embed_scale": 1, "draft_vocab_size": raw.get("vocab_size")}.get(name)
+        if value is True or value not in (None, False, 0, neutral):
             raise ValueError(f"draft_model sets {name}={value!r}, which is not supported")
     for name, wanted in (("hidden_act", "silu"), ("is_neox_style", True), ("rope_is_neox_style", True)):
         value = raw.get(name, nested.get(name))
