@@ -303,7 +303,10 @@ class HybridEngineRollout(RolloutEngine):
 
     def describe(self) -> str:
         """Which path every layer takes, and why, as text."""
-        return self._paths.describe()
+        lines = [self._paths.describe()]
+        if self._speculation is not None:
+            lines.append(f"speculative decoding: on, {self._speculation.describe()}")
+        return "\n".join(lines)
 
     def memory_report(self) -> dict:
         """Bytes that generation holds between calls, by kind, each counted once, and ``state_dtype``.
@@ -311,10 +314,13 @@ class HybridEngineRollout(RolloutEngine):
         ``kv_keys``, ``kv_values``, ``gdn_conv`` and ``gdn_state`` are the cache, ``decode_state`` the rows' state and
         answers, ``prompt_buffers`` and ``prompt_logits`` the ends of captured prompt forwards, ``graph_pool`` whatever
         else the private pools of captured graphs have reserved (0 without graphs), ``masks`` a mask that is kept, and
-        ``packed_weights`` copies of weights. Weights are not counted that are the model's own.
+        ``packed_weights`` copies of weights; with a draft model also ``draft_keys``, ``draft_values`` and
+        ``draft_weights``, those of the copy that serves. Weights are not counted that are the model's own.
         """
         mask = self._paths.call.kept_mask
         others = {"masks": 0 if mask is None else mask.nbytes, "packed_weights": self._injection.packed_bytes}
+        if self._speculation is not None:
+            others["draft_weights"] = self._speculation.drafter.weight_bytes
         buffers = {**self._arena.bytes_by_kind(), **self._arena.graph_bytes()}
         return {**buffers, **others, "state_dtype": self.cfg.state_dtype}
 

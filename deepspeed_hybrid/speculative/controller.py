@@ -12,6 +12,9 @@ class Controller(Protocol):
     def tokens(self, lanes: int) -> int:
         """Of the next block over so many lanes, the anchor among them; 1 is a plain step."""
 
+    def describe(self) -> str:
+        """In a few words."""
+
 
 class FixedBlock:
     """Always the same.
@@ -25,3 +28,6 @@ class FixedBlock:
 
     def tokens(self, lanes: int) -> int:
         return self.block
+
+    def describe(self) -> str:
+        return f"blocks of {self.block} tokens"

@@ -41,6 +41,13 @@ class Drafter(Protocol):
     def refresh(self) -> None:
         """Follow weights that were trained since."""
 
+    def describe(self) -> str:
+        """In a few words."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of weights that it holds beside the target's."""
+
 
 class DFlashDrafter:
     """Serves a copy of a draft model in the target's dtype, over the target's live embedding and head.
@@ -88,6 +95,10 @@ class DFlashDrafter:
             if old is not None:
                 old.copy_(new)
         self._weight, self._bias, self._key_norms = stacks
+
+    def describe(self) -> str:
+        config = self.draft.config
+        return f"DFlash, {config.num_layers} layers over features of layers {list(config.target_layer_ids)}"
 
     @property
     def weight_bytes(self) -> int:

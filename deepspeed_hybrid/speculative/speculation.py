@@ -46,6 +46,9 @@ class Speculation:
     def cache_bytes(self, slots: int, capacity: int) -> int:
         return self.drafter.cache_bytes(slots, capacity)
 
+    def describe(self) -> str:
+        return f"{self.controller.describe()}, eager; drafts by {self.drafter.describe()}"
+
     def begin(self) -> None:
         """Count anew: a call begins."""
         self.stats = SpeculationStats()
