@@ -15,7 +15,7 @@ from deepspeed_hybrid.speculative.config import DraftConfig
 from deepspeed_hybrid.speculative.draft import DFlashDraft
 from deepspeed_hybrid.speculative.rope import RopeSettings
 
-MASK = VOCAB - 1
+MASK = VOCAB - 1  # of drafts for the tiny models
 
 
 def draft_config(target: torch.nn.Module, **options) -> DraftConfig:
@@ -30,7 +30,7 @@ def draft_config(target: torch.nn.Module, **options) -> DraftConfig:
         head_dim=16,
         block_size=8,
         target_layer_ids=(0, len(decoder.layers) - 1),
-        mask_token_id=MASK,
+        mask_token_id=decoder.embed_tokens.weight.shape[0] - 1,
         vocab_size=decoder.embed_tokens.weight.shape[0],
         rope=RopeSettings(options.get("head_dim", 16)),
         sliding_window=5,
