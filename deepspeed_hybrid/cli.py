@@ -7,13 +7,14 @@ import argparse
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from deepspeed_hybrid.config import BACKENDS
+from deepspeed_hybrid.config import BACKENDS, SPECULATIVE
 from deepspeed_hybrid.tools.bench import SAMPLING_CHOICES, SEGKI_CHOICES, bench_decode
 from deepspeed_hybrid.tools.bench_prefill import bench_prefill
 from deepspeed_hybrid.tools.bench_rollouts import PARTS, SCHEDULES, bench_rollouts
 from deepspeed_hybrid.tools.demo import demo
 from deepspeed_hybrid.tools.doctor import doctor
 from deepspeed_hybrid.tools.models import DEMO_SIZES, PRESETS
+from deepspeed_hybrid.tools.speculative_demo import speculative_demo
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,6 +57,11 @@ def _add_demo(commands) -> None:
     )
     command.add_argument(
         "--tensor-parallel", type=_positive, default=1, metavar="N", help="processes that share a model (default: 1)"
+    )
+    command.add_argument(
+        "--speculative",
+        choices=SPECULATIVE,
+        help="instead: train a model and a draft model, and generate with both what the model generates alone",
     )
 
 
@@ -201,6 +207,8 @@ def _shapes(text: str) -> list[tuple[int, int]]:
 
 
 def _demo(options: argparse.Namespace) -> int:
+    if options.speculative is not None:
+        return speculative_demo(options.steps, options.out, options.seed, options.model_size)
     return demo(
         steps=options.steps,
         out=options.out,

@@ -9,6 +9,7 @@ import torch
 
 SEGMENT_KINDS = ("all", "fused_glu", "fused_gdn", "fused_attention")
 BACKENDS = ("auto", "cuda", "triton", "torch")
+SPECULATIVE = ("dflash",)
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -38,6 +39,10 @@ class HybridEngineRolloutConfig:
             it is not confirmed in bf16 yet.
         progress: a bar on stderr over the rows of a call, with the number of tokens so far; where there are several
             processes, on the first only.
+        speculative: 'dflash': a draft model guesses several tokens, and a step of the model chooses as many of its
+            own as were guessed right, and one more. Tokens are those of the plain path. None: off.
+        draft_model: the folder of a DFlash checkpoint, or a ``DFlashDraft``, whose weights ``sync_weights`` copies.
+        draft_block_size: tokens of a block, the last one chosen among them; at most the draft's own, which is None.
         train_consistent: decode reductions arranged like the training forward's. Not available yet.
 
     Raises:
@@ -59,6 +64,9 @@ class HybridEngineRolloutConfig:
     poll_every: int = 8
     batch_invariant: bool = False
     progress: bool = False
+    speculative: str | None = None
+    draft_model: object | None = None
+    draft_block_size: int | None = None
     train_consistent: bool = False
 
     def __post_init__(self) -> None:
@@ -88,6 +96,23 @@ class HybridEngineRolloutConfig:
         )
         _require("segki_kernel", self.segki_kernel, self.segki_kernel in SEGMENT_KINDS, f"one of {SEGMENT_KINDS}")
         _require("segki_backend", self.segki_backend, self.segki_backend in BACKENDS, f"one of {BACKENDS}")
+        _require(
+            "speculative",
+            self.speculative,
+            self.speculative is None or self.speculative in SPECULATIVE,
+            f"None or one of {SPECULATIVE}",
+        )
+        if self.speculative is None:
+            for name in ("draft_model", "draft_block_size"):
+                _require(name, getattr(self, name), getattr(self, name) is None, "None where speculative is None")
+        else:
+            _require("draft_model", None, self.draft_model is not None, "set where speculative is")
+        _require(
+            "draft_block_size",
+            self.draft_block_size,
+            self.draft_block_size is None or is_integer(self.draft_block_size, 2),
+            "None or an integer of at least 2",
+        )
         dtype = getattr(torch, self.state_dtype, None) if isinstance(self.state_dtype, str) else self.state_dtype
         _require("state_dtype", self.state_dtype, dtype in STATE_DTYPES, f"one of {STATE_DTYPES} or its name")
         object.__setattr__(self, "state_dtype", dtype)

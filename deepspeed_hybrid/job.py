@@ -62,6 +62,8 @@ def check_job(
     call = paths.call
     prompts = check_prompts(request.prompt_ids, request.prompt_attention_mask, call.known_ids, paths.device)
     plan = check_sampling(sampling, call.config.vocab_size, getattr(call.model, "generation_config", None), tokenizer)
+    if cfg.speculative is not None:
+        paths.require_chains(f"speculative={cfg.speculative!r}")
     if cfg.batch_invariant:
         paths.require_chains()
         plan = replace(plan, kind=replace(plan.kind, invariant=True))

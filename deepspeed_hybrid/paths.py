@@ -23,8 +23,10 @@ from deepspeed_hybrid.ops.attention_decode import attention_decode, attention_de
 from deepspeed_hybrid.ops.batch_invariant import (
     SPLITS,
     attention_of_one_row,
+    embedded_rows_one_by_one,
     normed_linear_in_groups,
     residual_linear_in_groups,
+    rotary_tables_one_by_one,
 )
 from deepspeed_hybrid.ops.collectives import capture_obstacle
 from deepspeed_hybrid.ops.decode_step import decode_step, decode_step_reference
@@ -83,8 +85,8 @@ class Paths:
         """For the profile: '<feature>_off' -> why."""
         return {f"{feature}_off": reason for feature, reason in self.all_off.items()}
 
-    def require_chains(self) -> None:
-        """What ``batch_invariant`` rests on, for the model as it is now.
+    def require_chains(self, option: str = "batch_invariant=True") -> None:
+        """What ``batch_invariant`` and speculative steps rest on, for the model as it is now.
 
         Raises:
             RuntimeError: a layer, or the head, is no decode chain.
@@ -92,7 +94,7 @@ class Paths:
         for index, reason in self.injection.unchained.items():
             if reason is not None:
                 where = "the head" if index == HEAD else f"layer {index}"
-                raise RuntimeError(f"batch_invariant=True cannot be honoured: {where} is no decode chain: {reason}")
+                raise RuntimeError(f"{option} cannot be honoured: {where} is no decode chain: {reason}")
 
     def describe(self) -> str:
         lines = _table([("layer", "kind", "path"), *self.layers])
@@ -148,6 +150,8 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
     graph_obstacle = "there is no CUDA device" if device.type != "cuda" else call.graph_obstacle()
     if graph_obstacle is None and group is not None:
         graph_obstacle = capture_obstacle(group)
+    if cfg.speculative is not None:
+        graph_obstacle = graph_obstacle or "speculative steps are not captured yet"
     graph = _decide("use_graph_capture", cfg.use_graph_capture, graph_obstacle, off)
     obstacle = segments_obstacle(segments)
     fused_kinds = cfg.segki_kernel if _decide("use_segki", cfg.use_segki, obstacle, off) else None
@@ -257,17 +261,7 @@ def backend_obstacle(backend: str, device: torch.device) -> str | None:
 def chain_ops(device: torch.device, backend: str, batch_invariant: bool = False) -> DecodeOps | str:
     """The ops of whole decoder layers in a decode step, Triton's on CUDA, or why there are none."""
     if device.type != "cuda":
-        return DecodeOps(
-            fused_linear.normed_rows_reference,
-            fused_linear.normed_linear_reference,
-            fused_linear.residual_linear_reference,
-            gdn_decode_reference,
-            partial(attention_of_one_row, attention_decode_reference)
-            if batch_invariant
-            else attention_decode_reference,
-            embedded_rows_reference,
-            rotary_tables_reference,
-        )
+        return _reference_ops(batch_invariant)
     obstacle = _triton_off(backend)
     if obstacle:
         return obstacle
@@ -276,6 +270,21 @@ def chain_ops(device: torch.device, backend: str, batch_invariant: bool = False)
         products = partial(normed_linear_in_groups, products[0]), partial(residual_linear_in_groups, products[1])
     attention = partial(attention_decode, splits=SPLITS) if batch_invariant else attention_decode
     return DecodeOps(fused_linear.normed_rows, *products, gdn_decode, attention, embedded_rows, rotary_tables)
+
+
+def _reference_ops(batch_invariant: bool) -> DecodeOps:
+    """In plain torch. To have a row's bits in any batch, rows go one by one: a speculative step has several a slot."""
+    products = fused_linear.normed_linear_reference, fused_linear.residual_linear_reference
+    rest = gdn_decode_reference, attention_decode_reference, embedded_rows_reference, rotary_tables_reference
+    if batch_invariant:
+        products = partial(normed_linear_in_groups, products[0]), partial(residual_linear_in_groups, products[1])
+        rest = (
+            rest[0],
+            partial(attention_of_one_row, rest[1]),
+            partial(embedded_rows_one_by_one, rest[2]),
+            partial(rotary_tables_one_by_one, rest[3]),
+        )
+    return DecodeOps(fused_linear.normed_rows_reference, *products, *rest)
 
 
 def prompt_ops(device: torch.device, backend: str, off: dict[str, str]) -> PromptOps:

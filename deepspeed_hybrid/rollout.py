@@ -6,7 +6,7 @@
 import functools
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from deepspeed.runtime.rollout.base import RolloutEngine, RolloutRequest
@@ -31,6 +31,7 @@ from deepspeed_hybrid.profile import continuous_stats, profile
 from deepspeed_hybrid.segments.apply import surely
 from deepspeed_hybrid.segments.fingerprint import fingerprint
 from deepspeed_hybrid.segments.weights import WeightSyncReport
+from deepspeed_hybrid.speculation import make_speculation
 
 PROMPT_GRAPHS = 4  # graphs of prompts to one of a decode step: prompts come in many shapes
 
@@ -69,6 +70,7 @@ class HybridEngineRollout(RolloutEngine):
         self._paths: Paths = resolve_paths(engine, self.cfg)
         self._injection = self._paths.injection
         self._graphs = GraphRunner(self.cfg.max_graphs) if self._paths.graph else None
+        self._speculation = make_speculation(self.cfg, self._paths)
         self._arena = Arena(
             self._paths.call,
             self._paths.device,
@@ -78,6 +80,7 @@ class HybridEngineRollout(RolloutEngine):
             self._paths.truncate,
             lambda: self._injection.masked,
             self._prompt_graphs(),
+            self._speculation,
         )
         self._look()
         self._changes = 0  # how often the model was found changed
@@ -203,6 +206,8 @@ class HybridEngineRollout(RolloutEngine):
     def _begin(self, job: Job) -> Iterator[list[int]]:
         """Make room, prepare the step (a capture, where there is none yet), and give the rounds of the loop."""
         self._arena.reserve(job.slots, job.tokens, job.plan.kind)
+        if self._speculation is not None:
+            self._speculation.begin()
         return run_rows(
             self._arena,
             job.prompts,
@@ -229,6 +234,7 @@ class HybridEngineRollout(RolloutEngine):
             torch.autocast(self._paths.device.type, enabled=False),
             self._injection.bound(),
             dense_mask_attention(self._configs),
+            nullcontext() if self._speculation is None else self._speculation.watching(self._paths.call),
         ):
             try:
                 _set_modes([(held, False) for held, _ in modes])
@@ -277,6 +283,8 @@ class HybridEngineRollout(RolloutEngine):
         gathered = self._injection.gathered
         if gathered is None or gathered.step is None:  # else left to generate(): looking can take longer than copying
             self._follow_weights()
+        if self._speculation is not None:
+            self._speculation.drafter.refresh()
         try:
             return self._injection.sync()
         except BaseException:
@@ -310,7 +318,10 @@ class HybridEngineRollout(RolloutEngine):
 
     def describe(self) -> str:
         """Which path every layer takes, and why, as text."""
-        return self._paths.describe()
+        lines = [self._paths.describe()]
+        if self._speculation is not None:
+            lines.append(f"speculative decoding: on, {self._speculation.describe()}")
+        return "\n".join(lines)
 
     def memory_report(self) -> dict:
         """Bytes that generation holds between calls, by kind, each counted once, and ``state_dtype``.
@@ -318,10 +329,13 @@ class HybridEngineRollout(RolloutEngine):
         ``kv_keys``, ``kv_values``, ``gdn_conv`` and ``gdn_state`` are the cache, ``decode_state`` the rows' state and
         answers, ``prompt_buffers`` and ``prompt_logits`` the ends of captured prompt forwards, ``graph_pool`` whatever
         else the private pools of captured graphs have reserved (0 without graphs), ``masks`` a mask that is kept, and
-        ``packed_weights`` copies of weights. Weights are not counted that are the model's own.
+        ``packed_weights`` copies of weights; with a draft model also ``draft_keys``, ``draft_values`` and
+        ``draft_weights``, those of the copy that serves. Weights are not counted that are the model's own.
         """
         mask = self._paths.call.kept_mask
         others = {"masks": 0 if mask is None else mask.nbytes, "packed_weights": self._injection.packed_bytes}
+        if self._speculation is not None:
+            others["draft_weights"] = self._speculation.drafter.weight_bytes
         buffers = {**self._arena.bytes_by_kind(), **self._arena.graph_bytes()}
         return {**buffers, **others, "state_dtype": self.cfg.state_dtype}
 
@@ -358,8 +372,11 @@ class HybridEngineRollout(RolloutEngine):
                 job.request.prompt_ids.shape[1],
                 times,
                 job.continuous_slots,
-                {**captures, **self._paths.reasons()},
+                {**captures, **self._paths.reasons(), **self._speculative_figures()},
             )
+
+    def _speculative_figures(self) -> dict:
+        return {} if self._speculation is None else {"speculation": self._speculation.stats.summary()}
 
     # ----------------------------------------------------------------------------------------------------- memory
 

@@ -21,7 +21,7 @@ LAYERS = [
     ["cache"],
     ["generation"],
     ["speculative"],
-    ["agreement", "job", "paths", "profile", "rollout"],
+    ["agreement", "job", "paths", "profile", "rollout", "speculation"],
     ["__init__", "__main__", "bench", "cli", "demo", "doctor", "factory", "integrations", "tools"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

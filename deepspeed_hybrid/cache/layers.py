@@ -4,12 +4,22 @@
 """Cache layers with a place for every slot, at addresses that stay."""
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from deepspeed_hybrid.compat import LinearAttentionLayer, StaticLayer
 from deepspeed_hybrid.ops.gdn_decode import ring_order, window_order
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """Several tokens a lane in one decode step, T of them, of which it is not known yet how many will stay."""
+
+    tokens: int
+    positions: torch.Tensor  # [T, B] int64
+    idle: torch.Tensor  # [T, B] bool: tokens that are none: of parked lanes, or beyond a row's limit
+    replays: list[Callable[[torch.Tensor], None]] = field(default_factory=list)  # what recurrent layers left to do
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,7 @@ class StepPlan:
     parked: torch.Tensor | None = None  # [B] bool: lanes whose state must keep its bits; None for a prefill
     token_mask: torch.Tensor | None = None  # [B, T] bool: False on padding; None: no padding
     first: bool = False  # the first tokens of their sequences: there is no earlier state
+    block: BlockPlan | None = None  # the B rows of a decode step are T lanes each, token by token; None: one token
     only_slot: int | None = None  # the slot of the only row, where the host knows it: keys are read without a copy
 
     def lengths(self) -> torch.Tensor:

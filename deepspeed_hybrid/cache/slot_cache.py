@@ -27,6 +27,7 @@ class SlotCache(Cache):
     def __init__(self, kinds: list[str], slots: int, capacity: int, state_dtype: torch.dtype = torch.float32):
         self.holder = PlanHolder()
         self.slots, self.capacity, self.state_dtype = slots, capacity, state_dtype
+        self.companions: list = []  # what else has a place for every slot, to be copied with it: has tensors()
         super().__init__(
             layers=[
                 SlotGdnLayer(self.holder, slots, state_dtype)
@@ -57,13 +58,13 @@ class SlotCache(Cache):
                 buffer.index_copy_(0, others, buffer.index_select(0, some))
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        for layer in self.layers:
+        for layer in (*self.layers, *self.companions):
             yield from layer.tensors().values()
 
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes of kv_keys, kv_values, gdn_conv and gdn_state buffers, scratch slot included."""
+        """Bytes of kv_keys, kv_values, gdn_conv and gdn_state buffers and companions', scratch slot included."""
         totals = dict.fromkeys(("kv_keys", "kv_values", "gdn_conv", "gdn_state"), 0)
-        for layer in self.layers:
+        for layer in (*self.layers, *self.companions):
             for kind, buffer in layer.tensors().items():
-                totals[kind] += buffer.numel() * buffer.element_size()
+                totals[kind] = totals.get(kind, 0) + buffer.numel() * buffer.element_size()
         return totals

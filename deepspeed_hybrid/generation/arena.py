@@ -6,6 +6,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -37,6 +38,23 @@ def length_bucket(tokens: int) -> int:
     return -(-tokens // LENGTH_STEP) * LENGTH_STEP
 
 
+class StepMaker(Protocol):
+    """What can take the place of plain decode steps."""
+
+    @property
+    def step(self) -> Callable[..., None]:
+        """As :func:`deepspeed_hybrid.generation.step.decode_step`."""
+
+    def attach(self, cache: SlotCache) -> None:
+        """Serve a new cache."""
+
+    def release(self) -> None:
+        """Give up what it keeps of the last cache."""
+
+    def cache_bytes(self, slots: int, capacity: int) -> int:
+        """What it hangs on a cache of this size."""
+
+
 class Arena:
     """Cache, state and captured steps. It grows when a call needs more, and then captures anew.
 
@@ -48,6 +66,7 @@ class Arena:
         choose: the ``decode_step`` op, or its torch reference.
         truncate: the ``truncate_scores`` op, or its torch reference.
         masked: whether some attention layer wants a mask over the cache; asked at every call.
+        speculation: steps in place of plain decode steps, and what they keep of each slot; None: plain steps.
         prompts: prompt forwards of fixed shapes, or None to prefill in exact shapes, eagerly.
     """
 
@@ -61,11 +80,12 @@ class Arena:
         truncate: Callable,
         masked: Callable[[], bool],
         prompts: PromptGraphs | None = None,
+        speculation: StepMaker | None = None,
     ):
         self.model, self.device, self.state_dtype = model, device, state_dtype
         self.graphs, self.masked = graphs, masked
         self.choose, self.truncate = choose, truncate
-        self.prompts = prompts
+        self.prompts, self.speculation = prompts, speculation
         self.device_free = partial(free_bytes, device)
         self.lanes = self.kv_length = 0
         self.scratch = 0  # the most bytes of a step's logits, and of what becomes of them, so far
@@ -84,6 +104,8 @@ class Arena:
             self.release()
             self.cache = SlotCache(layer_kinds(self.model.model), slots, capacity, self.state_dtype)
             self.state = DecodeState.empty(slots, capacity, self.device)
+            if self.speculation is not None:
+                self.speculation.attach(self.cache)
         self.scratch = max(self.scratch, self._logits_bytes(self.lanes, kind))
         if not self.masked():
             self.kv_length = self.cache.capacity  # costs nothing, and one captured step serves every length
@@ -126,6 +148,7 @@ class Arena:
         slot = SlotBytes.of(self.model.model, self.state_dtype)
         return (
             cache_bytes(slot, slots, capacity)
+            + (0 if self.speculation is None else self.speculation.cache_bytes(slots, capacity))
             + state_bytes(slots, capacity, self.model.vocab_size, kind)
             + self._logits_bytes(slots, kind)
         )
@@ -162,10 +185,11 @@ class Arena:
 
     def _step(self, plan: SamplingPlan) -> Callable[[], None]:
         kind = plan.kind
+        step = decode_step if self.speculation is None else self.speculation.step
         lanes, kv_length = self.state.lanes(self.lanes), self.kv_length
 
         def run() -> None:  # an eager one may outlive the plan it began with
-            decode_step(self.model, self.cache, lanes, kind, kv_length, self.masked(), self.choose, self.truncate)
+            step(self.model, self.cache, lanes, kind, kv_length, self.masked(), self.choose, self.truncate)
 
         if self.graphs is None or plan.max_new_tokens == 1:
             return run
@@ -187,6 +211,8 @@ class Arena:
         self.drop_graphs()
         self.cache = self.state = None
         self.scratch = 0
+        if self.speculation is not None:
+            self.speculation.release()
 
     def drop_graphs(self) -> None:
         """Forget every captured step and prompt forward."""

@@ -64,3 +64,17 @@ def residual_linear_in_groups(
     groups = zip(x.split(step), residual.split(step), strict=True)
     hidden, scaled, squares = zip(*(op(rows, weight, bias, before, *norm) for rows, before in groups), strict=True)
     return torch.cat(hidden), torch.cat(scaled), torch.cat(squares, dim=1)
+
+
+def embedded_rows_one_by_one(
+    op: Callable, ids: torch.Tensor, *rest
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``op`` (the reference of embedded_rows), whose sums and roots on a CPU go by a number's place in a vector."""
+    hidden, scaled, squares = zip(*(op(one, *rest) for one in ids.split(1)), strict=True)
+    return torch.cat(hidden), torch.cat(scaled), torch.cat(squares, dim=1)
+
+
+def rotary_tables_one_by_one(op: Callable, positions: torch.Tensor, *rest) -> tuple[torch.Tensor, torch.Tensor]:
+    """``op`` (the reference of rotary_tables), likewise."""
+    cos, sin = zip(*(op(one, *rest) for one in positions.split(1)), strict=True)
+    return torch.cat(cos), torch.cat(sin)

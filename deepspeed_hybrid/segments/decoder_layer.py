@@ -23,6 +23,7 @@ from deepspeed_hybrid.compat import facts, hooks_of, own_attention
 from deepspeed_hybrid.ops.attention_decode import MAX_HEAD_DIM
 from deepspeed_hybrid.ops.gdn_decode import MAX_CONV_KERNEL
 from deepspeed_hybrid.segments.apply import Binding
+from deepspeed_hybrid.segments.block_step import attention_block, gdn_block
 from deepspeed_hybrid.segments.known_forwards import (
     ATTENTION_CORE,
     CAUSAL_MODEL,
@@ -266,20 +267,26 @@ def gdn_decode_step(module: nn.Module, ops: DecodeOps, projected: torch.Tensor, 
         (module.num_v_heads, module.head_k_dim, module.head_v_dim),
     )
     norm = module.norm
-    return ops.gdn(
-        projected,
-        slots.window,
-        module.conv1d.weight[:, 0],
-        module.conv1d.bias,
-        module.A_log,
-        module.dt_bias,
-        slots.state,
-        norm.weight,
-        getattr(norm, "variance_epsilon", getattr(norm, "eps", None)),
-        plan.before,
-        plan.parked,
-        module.num_k_heads,
-    )
+
+    def step(projected, window, state, position, parked) -> torch.Tensor:
+        return ops.gdn(
+            projected,
+            window,
+            module.conv1d.weight[:, 0],
+            module.conv1d.bias,
+            module.A_log,
+            module.dt_bias,
+            state,
+            norm.weight,
+            getattr(norm, "variance_epsilon", getattr(norm, "eps", None)),
+            position,
+            parked,
+            module.num_k_heads,
+        )
+
+    if plan.block is not None:
+        return gdn_block(step, projected, slots.window, slots.state, plan.block)
+    return step(projected, slots.window, slots.state, plan.before, plan.parked)
 
 
 def head_norms(module: nn.Module) -> tuple[Norm | None, Norm | None]:
@@ -304,22 +311,28 @@ def attention_decode_step(
         slots.lazy_initialization(like, like)
     cos, sin = (table.expand(projected.shape[0], -1, -1)[:, 0] for table in position_embeddings)
     query_norm, key_norm = norms
-    return ops.attention(
-        projected,
-        cos,
-        sin,
-        slots.keys,
-        slots.values,
-        plan.before,
-        plan.parked,
-        None if query_norm is None else query_norm.weight,
-        None if key_norm is None else key_norm.weight,
-        0.0 if query_norm is None else query_norm.offset,
-        0.0 if query_norm is None else query_norm.eps,
-        module.o_proj.in_features // module.head_dim,
-        module.q_proj.out_features != module.o_proj.in_features,
-        module.scaling,
-    )
+
+    def step(projected, cos, sin, position, parked) -> torch.Tensor:
+        return ops.attention(
+            projected,
+            cos,
+            sin,
+            slots.keys,
+            slots.values,
+            position,
+            parked,
+            None if query_norm is None else query_norm.weight,
+            None if key_norm is None else key_norm.weight,
+            0.0 if query_norm is None else query_norm.offset,
+            0.0 if query_norm is None else query_norm.eps,
+            module.o_proj.in_features // module.head_dim,
+            module.q_proj.out_features != module.o_proj.in_features,
+            module.scaling,
+        )
+
+    if plan.block is not None:
+        return attention_block(step, projected, (cos, sin), plan.block)
+    return step(projected, cos, sin, plan.before, plan.parked)
 
 
 def head_obstacle(model: nn.Module, decoder: nn.Module, head: nn.Module) -> str | None:

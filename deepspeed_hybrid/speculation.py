@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""From a configuration to speculative decoding, or to the reason why there is none."""
+
+from pathlib import Path
+
+from torch import nn
+
+from deepspeed_hybrid.compat import text_model
+from deepspeed_hybrid.config import HybridEngineRolloutConfig
+from deepspeed_hybrid.paths import Paths
+from deepspeed_hybrid.speculative.controller import FixedBlock
+from deepspeed_hybrid.speculative.draft import DFlashDraft
+from deepspeed_hybrid.speculative.drafter import DFlashDrafter
+from deepspeed_hybrid.speculative.speculation import Speculation
+from deepspeed_hybrid.speculative.weights import load_draft
+
+
+def make_speculation(cfg: HybridEngineRolloutConfig, paths: Paths) -> Speculation | None:
+    """Of a rollout; None where none is asked for.
+
+    Raises:
+        ValueError: ``draft_model`` is not supported, or was made for another model.
+        RuntimeError: it cannot be had together with something else that is on.
+    """
+    if cfg.speculative is None:
+        return None
+    option = f"speculative={cfg.speculative!r}"
+    obstacle = speculation_obstacle(paths)
+    if obstacle:
+        raise RuntimeError(f"{option} cannot be honoured: {obstacle}")
+    paths.require_chains(option)
+    draft = given_draft(cfg.draft_model)
+    call = paths.call
+    layers = len(text_model(call.model).layers)
+    draft.config.check_target(call.embedding.weight.shape[1], layers, call.vocab_size, call.known_ids)
+    block = cfg.draft_block_size or draft.config.block_size
+    if block > draft.config.block_size:
+        raise ValueError(f"draft_block_size must be at most the draft's own {draft.config.block_size}; got {block}")
+    return Speculation(DFlashDrafter(draft, call), FixedBlock(block))
+
+
+def speculation_obstacle(paths: Paths) -> str | None:
+    """What else is on that nobody has built it for."""
+    if paths.injection.gathered is not None:
+        return "weights are partitioned (ZeRO stage 3)"
+    if paths.peers.group is not None:
+        return f"{paths.peers.count} ranks share the model (tensor parallel)"
+    if type(paths.call.embedding) is not nn.Embedding:
+        return f"embed_tokens is a {type(paths.call.embedding).__name__}, not a plain embedding"
+    return None
+
+
+def given_draft(draft_model: object) -> DFlashDraft:
+    if isinstance(draft_model, DFlashDraft):
+        return draft_model
+    if isinstance(draft_model, (str, Path)):
+        return load_draft(draft_model)
+    raise ValueError(f"draft_model must be a folder or a DFlashDraft; got {type(draft_model).__name__}")

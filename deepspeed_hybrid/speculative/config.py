@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""What a DFlash draft checkpoint says of itself: its raw config.json, in every spelling there is.
+
+transformers' own configuration classes re-derive window and layer types on reading, so that they are not asked.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepspeed_hybrid.speculative.rope import RopeSettings, rope_settings
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+OTHER_ARCHITECTURES = ("DFlash2DraftModel", "DSparkDraftModel", "Qwen3DSparkModel", "DominoDraftModel")
+# Settings of relatives of DFlash, whose drafts this forward would compute wrongly. Unset they do no harm.
+OTHER_SETTINGS = (
+    "conv_kernel_size",
+    "conv_group_size",
+    "selector_rank",
+    "selector_top_k",
+    "top_k_selector",
+    "markov_rank",
+    "sample_from_anchor",
+    "confidence_head",
+    "draft_vocab_size",
+    "quantization_config",
+    "embed_scale",
+    "final_logit_softcapping",
+    "attn_logit_softcapping",
+)
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """A draft model's shape, and how it is tied to its target."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int  # the anchor and the tokens drafted behind it
+    target_layer_ids: tuple[int, ...]  # in the order of fc's columns
+    mask_token_id: int
+    vocab_size: int
+    rope: RopeSettings
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    num_target_layers: int | None = None
+    layer_types: tuple[str, ...] = ()  # () is all full
+    sliding_window: int | None = None  # keys that a query of a sliding layer sees, itself among them
+    causal: tuple[bool, ...] = ()  # within the block, a layer; () is by layer type
+
+    def __post_init__(self) -> None:
+        types = self.layer_types or (FULL,) * self.num_layers
+        object.__setattr__(self, "layer_types", types)
+        object.__setattr__(self, "causal", self.causal or tuple(kind == SLIDING for kind in types))
+        sizes = (
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "vocab_size",
+        )
+        for name in sizes:
+            _require(name, getattr(self, name), _is_count(getattr(self, name)), "an integer of at least 1")
+        _require("block_size", self.block_size, _is_count(self.block_size, 2), "an integer of at least 2")
+        _require(
+            "num_attention_heads", self.num_heads, self.num_heads % self.num_kv_heads == 0, "a multiple of kv heads"
+        )
+        _require("head_dim", self.head_dim, self.head_dim % 2 == 0, "even")
+        ids = self.target_layer_ids
+        _require(
+            "target_layer_ids",
+            ids,
+            len(ids) > 0 and len(set(ids)) == len(ids) and all(_is_count(index, 0) for index in ids),
+            "different layer numbers from 0",
+        )
+        _require("mask_token_id", self.mask_token_id, _is_count(self.mask_token_id, 0), "a token id")
+        for name, values, wanted in (
+            ("layer_types", types, "full_attention or sliding_attention"),
+            ("causal", self.causal, "True or False"),
+        ):
+            known = all(value in (FULL, SLIDING) for value in types) if name == "layer_types" else True
+            _require(name, values, len(values) == self.num_layers and known, f"one {wanted} for each layer")
+        if SLIDING in types:
+            _require(
+                "sliding_window", self.sliding_window, _is_count(self.sliding_window), "an integer where layers slide"
+            )
+
+    @classmethod
+    def from_json(cls, raw: dict) -> "DraftConfig":
+        """Read a checkpoint's config.json.
+
+        Raises:
+            ValueError: a relative of DFlash that is not supported, a setting that is missing or makes no sense; named.
+        """
+        nested = raw.get("dflash_config") or {}
+        _refuse_relatives(raw, nested)
+
+        def needed(name: str):
+            value = raw.get(name)
+            if value is None:
+                raise ValueError(f"the draft's config.json must have {name}")
+            return value
+
+        def either(name: str):
+            """Of the nested settings first."""
+            return nested.get(name, raw.get(name))
+
+        layers, heads = needed("num_hidden_layers"), needed("num_attention_heads")
+        targets = either("num_target_layers")
+        mask = either("mask_token_id")
+        if mask is None:
+            raise ValueError("the draft's config.json must have mask_token_id, on top or in dflash_config")
+        block = either("block_size")
+        if block is None:
+            raise ValueError("the draft's config.json must have block_size, on top or in dflash_config")
+        types, window = _layer_types(raw, nested, layers)
+        causal = raw.get("is_causal", nested.get("causal"))
+        head_dim = raw.get("head_dim") or needed("hidden_size") // heads
+        return cls(
+            hidden_size=needed("hidden_size"),
+            intermediate_size=needed("intermediate_size"),
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=head_dim,
+            block_size=block,
+            target_layer_ids=_target_layers(either("target_layer_ids"), targets, layers),
+            mask_token_id=mask,
+            vocab_size=needed("vocab_size"),
+            rope=rope_settings(raw, head_dim),
+            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            attention_bias=bool(raw.get("attention_bias", False)),
+            num_target_layers=targets,
+            layer_types=types,
+            sliding_window=window,
+            causal=() if causal is None else (bool(causal),) * layers,
+        )
+
+    @classmethod
+    def read(cls, folder: str | Path) -> "DraftConfig":
+        """Of a checkpoint's folder."""
+        path = Path(folder) / "config.json"
+        if not path.is_file():
+            raise ValueError(f"draft_model must be a folder with a config.json, or a DFlashDraft; got {str(folder)!r}")
+        return cls.from_json(json.loads(path.read_text()))
+
+    def check_target(self, hidden_size: int, layers: int, vocab_size: int, known_ids: int) -> None:
+        """
+        Raises:
+            ValueError: the draft was made for another target.
+        """
+        mine = {
+            "hidden_size": (self.hidden_size, hidden_size),
+            "vocab_size": (self.vocab_size, vocab_size),
+            "num_target_layers": (self.num_target_layers, layers),
+        }
+        for name, (value, wanted) in mine.items():
+            if value is not None and value != wanted:
+                raise ValueError(f"draft_model is for another model: its {name} is {value}, the model has {wanted}")
+        if max(self.target_layer_ids) >= layers:
+            raise ValueError(
+                f"draft_model is for another model: its target_layer_ids are {list(self.target_layer_ids)}, the model "
+                f"has {layers} layers"
+            )
+        if self.mask_token_id >= known_ids:
+            raise ValueError(
+                f"draft_model is for another model: its mask_token_id is {self.mask_token_id}, the model has "
+                f"{known_ids} embeddings"
+            )
+
+
+def _refuse_relatives(raw: dict, nested: dict) -> None:
+    for name in raw.get("architectures") or ():
+        if name != "DFlashDraftModel":
+            known = "a relative of DFlash that is" if name in OTHER_ARCHITECTURES else "an architecture that is"
+            raise ValueError(f"draft_model has architecture {name}, {known} not supported; DFlashDraftModel is")
+    projector = nested.get("projector_type", raw.get("projector_type"))
+    if projector not in (None, "dflash"):
+        raise ValueError(f"draft_model has projector_type {projector!r}, which is not supported")
+    for name in OTHER_SETTINGS:
+        value = nested.get(name, raw.get(name))
+        neutral = {"embed_scale": 1, "draft_vocab_size": raw.get("vocab_size")}.get(name)
+        if value is True or value not in (None, False, 0, neutral):
+            raise ValueError(f"draft_model sets {name}={value!r}, which is not supported")
+    for name, wanted in (("hidden_act", "silu"), ("is_neox_style", True), ("rope_is_neox_style", True)):
+        value = raw.get(name, nested.get(name))
+        if value not in (None, wanted):
+            raise ValueError(f"draft_model sets {name}={value!r}, which is not supported; {wanted!r} is")
+
+
+def _target_layers(ids, targets: int | None, count: int) -> tuple[int, ...]:
+    """As configured, in that order; spread over the target where there is no configuration."""
+    if ids is not None:
+        return tuple(ids)
+    if targets is None:
+        raise ValueError(
+            "the draft's config.json must have target_layer_ids, or num_target_layers to derive them from"
+        )
+    if count == 1:
+        return (targets // 2,)
+    return tuple(round(1 + index * (targets - 4) / (count - 1)) for index in range(count))
+
+
+def _layer_types(raw: dict, nested: dict, layers: int) -> tuple[tuple[str, ...], int | None]:
+    """Of each layer, and the window. What is written for each layer counts more than flags over all of them."""
+    window = nested.get("swa_window_size") or raw.get("sliding_window")
+    types = raw.get("layer_types")
+    if types is not None:
+        return tuple(types), window
+    if nested.get("use_swa"):
+        return (SLIDING,) * layers, window
+    if raw.get("use_sliding_window") and window is not None:
+        first = raw.get("max_window_layers") or 0
+        return tuple(SLIDING if index >= first else FULL for index in range(layers)), window
+    return (FULL,) * layers, window
+
+
+def _is_count(value: object, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _require(name: str, value: object, accepted: bool, what: str) -> None:
+    if not accepted:
+        raise ValueError(f"the draft's {name} must be {what}; got {value!r}")

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""The draft model: a few decoder layers that see the target's features as context and guess a block at once.
+
+It has no embedding and no head: both are the target's, passed in at each call.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from deepspeed_hybrid.speculative.config import SLIDING, DraftConfig
+
+# Shapes: B rows, T block tokens, N context tokens, D hidden, C = D * features, L layers, H/G heads, E head_dim.
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class RMSNorm(nn.Module):
+    """weight * x / rms(x). Not the target's class: Qwen3.5's stores its weights around zero."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+
+
+class DraftAttention(nn.Module):
+    """Projections and head norms; who attends to what is the caller's business."""
+
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        heads, kv_heads, bias = config.num_heads, config.num_kv_heads, config.attention_bias
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, heads * config.head_dim, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_heads * config.head_dim, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_heads * config.head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * config.head_dim, config.hidden_size, bias=bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def keys_values(self, x: torch.Tensor, rotary: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B, N, D] -> keys and values [B, N, G, E], keys normalised and rotated."""
+        keys = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
+        return rotated(keys, rotary), self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+
+    def queries(self, x: torch.Tensor, rotary: tuple) -> torch.Tensor:
+        """[B, T, D] -> [B, T, H, E]."""
+        return rotated(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), rotary)
+
+
+class DraftMLP(nn.Module):
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = DraftAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = DraftMLP(config)
+
+    def forward(self, x: torch.Tensor, rotary: tuple, attend: Callable) -> torch.Tensor:
+        normed = self.input_layernorm(x)
+        queries = self.self_attn.queries(normed, rotary)
+        keys, values = self.self_attn.keys_values(normed, rotary)
+        x = x + self.self_attn.o_proj(attend(queries, keys, values).flatten(2))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DFlashDraft(nn.Module):
+    """A DFlash draft model. Parameters are named as in published checkpoints.
+
+    Args:
+        config: its shape.
+    """
+
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        self.config = config
+        features = len(config.target_layer_ids) * config.hidden_size
+        self.fc = nn.Linear(features, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        # Kept out of buffers: a cast of the model to 16 bits must not round frequencies.
+        self._inv_freq = config.rope.inv_freq()
+
+    def rotary(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [..., 1, E] of positions [...]."""
+        if self._inv_freq.device != positions.device:
+            self._inv_freq = self._inv_freq.to(positions.device)
+        angles = positions[..., None].float() * self._inv_freq
+        angles = torch.cat([angles, angles], dim=-1)[..., None, :]
+        scaling = self.config.rope.scaling
+        return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
+
+    def context(self, features: torch.Tensor) -> torch.Tensor:
+        """What every layer sees of the target: features [B, N, C], in the order of target_layer_ids -> [B, N, D]."""
+        return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+
+    def context_keys_values(self, context: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all layers, [B, N, L, G, E] each, for context [B, N, D] at positions [B, N]."""
+        rotary = self.rotary(positions, context.dtype)
+        pairs = [layer.self_attn.keys_values(context, rotary) for layer in self.layers]
+        keys, values = (torch.stack(parts, dim=2) for parts in zip(*pairs, strict=True))
+        return keys, values
+
+    def block(self, embeddings: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Block tokens through all layers and the last norm.
+
+        Args:
+            embeddings: [B, T, D], of the anchor and of masks.
+            positions: [B, T] int64.
+            attend: layer number, queries [B, T, H, E], keys and values [B, T, G, E] of the block -> [B, T, H, E].
+
+        Returns:
+            [B, T, D], ready for the target's head.
+        """
+        hidden = embeddings.to(self.fc.weight.dtype)
+        rotary = self.rotary(positions, hidden.dtype)
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, rotary, lambda *qkv, index=index: attend(index, *qkv))
+        return self.norm(hidden)
+
+
+def rotated(heads: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Rotate [B, T, H, E], the first half of a head against the second."""
+    cos, sin = rotary
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """[B, T, H, E] over keys and values [B, N, G, E]; mask [B, T, N] bool, True where a query sees a key."""
+    groups = queries.shape[2] // keys.shape[2]
+    keys, values = (part.transpose(1, 2).repeat_interleave(groups, dim=1) for part in (keys, values))
+    mixed = F.scaled_dot_product_attention(queries.transpose(1, 2), keys, values, attn_mask=mask[:, None])
+    return mixed.transpose(1, 2)
+
+
+def visible(
+    config: DraftConfig, layer: int, query_positions: torch.Tensor, key_positions: torch.Tensor, end: torch.Tensor
+) -> torch.Tensor:
+    """Which keys a query of a layer sees, of its own block and of the context before it.
+
+    Args:
+        query_positions: [B, T].
+        key_positions: [B, N] or [1, N]; a block's keys are those from its anchor's position on.
+        end: [B, T], the position behind the query's block.
+
+    Returns:
+        [B, T, N] bool.
+    """
+    queries, keys = query_positions[..., None], key_positions[:, None, :]
+    seen = keys <= queries if config.causal[layer] else keys < end[..., None]
+    if config.layer_types[layer] == SLIDING:
+        seen = seen & (keys > queries - config.sliding_window)
+    return seen

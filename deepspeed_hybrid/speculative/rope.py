@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""A draft's rotary embedding, from whichever of its spellings a checkpoint has. The target's is never inherited."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+DEFAULT_THETA = 10000.0
+KINDS = ("default", "linear", "yarn")
+NEVER = ("mrope_section", "mrope_interleaved")
+
+
+@dataclass(frozen=True)
+class RopeSettings:
+    """Frequencies of a rotary embedding over whole heads, first half against second."""
+
+    head_dim: int
+    theta: float = DEFAULT_THETA
+    kind: str = "default"
+    factor: float = 1.0
+    original_positions: int | None = None  # for yarn
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None  # None: yarn's own
+    truncate: bool = True
+
+    def inv_freq(self) -> torch.Tensor:
+        """[head_dim / 2] fp32."""
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.int64).float() / self.head_dim
+        plain = 1.0 / self.theta**exponents
+        if self.kind == "default":
+            return plain
+        if self.kind == "linear":
+            return plain / self.factor
+        low, high = self._turns_dim(self.beta_fast), self._turns_dim(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.head_dim - 1)
+        ramp = (torch.arange(self.head_dim // 2).float() - low) / max(high - low, 0.001)
+        slow = ramp.clamp(0, 1)  # 1: turns so slowly that positions are interpolated
+        return plain / self.factor * slow + plain * (1 - slow)
+
+    @property
+    def scaling(self) -> float:
+        """Of cos and sin."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1.0 if self.kind == "yarn" and self.factor > 1 else 1.0
+
+    def _turns_dim(self, turns: float) -> float:
+        """The dimension that makes so many turns over the positions trained on."""
+        positions = self.original_positions or 0
+        return self.head_dim * math.log(positions / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+
+def rope_settings(raw: dict, head_dim: int) -> RopeSettings:
+    """From ``rope_parameters``, or ``rope_scaling`` with its theta or without, or ``rope_theta`` alone.
+
+    Raises:
+        ValueError: a kind of rotary embedding that is not supported, or settings that it lacks.
+    """
+    settings = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    by_type = [value for value in settings.values() if isinstance(value, dict)]
+    if by_type:
+        if any(value != by_type[0] for value in by_type):
+            raise ValueError("draft_model has other rope settings for each layer type, which is not supported")
+        settings = by_type[0]
+    kind = settings.get("rope_type") or settings.get("type") or "default"
+    if kind not in KINDS:
+        raise ValueError(f"draft_model has rope type {kind!r}, which is not supported; {', '.join(KINDS)} are")
+    for name in NEVER:
+        if settings.get(name) or raw.get(name):
+            raise ValueError(f"draft_model sets {name} for rope, which is not supported")
+    partial = settings.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise ValueError(f"draft_model sets partial_rotary_factor={partial}, which is not supported")
+    theta = settings.get("rope_theta") or raw.get("rope_theta") or DEFAULT_THETA
+    if kind == "default":
+        return RopeSettings(head_dim, float(theta))
+    factor = settings.get("factor")
+    if factor is None:
+        raise ValueError(f"draft_model has rope type {kind!r} without its factor")
+    if kind == "linear":
+        return RopeSettings(head_dim, float(theta), kind, float(factor))
+    if settings.get("mscale") or settings.get("mscale_all_dim"):
+        raise ValueError("draft_model sets mscale for rope, which is not supported")
+    positions = settings.get("original_max_position_embeddings") or raw.get("max_position_embeddings")
+    if positions is None:
+        raise ValueError("draft_model has rope type 'yarn' without original_max_position_embeddings")
+    return RopeSettings(
+        head_dim,
+        float(theta),
+        kind,
+        float(factor),
+        positions,
+        float(settings.get("beta_fast") or 32),
+        float(settings.get("beta_slow") or 1),
+        settings.get("attention_factor"),
+        settings.get("truncate", True),
+    )

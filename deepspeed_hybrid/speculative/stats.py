@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""What speculation came to: tokens a step, and how often a draft was right at each place of a block."""
+
+import torch
+
+
+class SpeculationStats:
+    """Counts on the device, read at the end of a call."""
+
+    def __init__(self) -> None:
+        self._reached: dict[int, torch.Tensor] = {}  # block length -> [T] int64: rows that got more than i tokens
+        self.steps: dict[int, int] = {}  # block length -> steps
+
+    def add(self, tokens: int, counts: torch.Tensor) -> None:
+        """A step of ``tokens``, out of which came ``counts`` [B] int64 for its rows; 0 for parked ones."""
+        places = torch.arange(tokens, device=counts.device)[:, None]
+        reached = (counts > places).sum(dim=1)
+        if tokens in self._reached:
+            self._reached[tokens] += reached
+        else:
+            self._reached[tokens] = reached
+        self.steps[tokens] = self.steps.get(tokens, 0) + 1
+
+    def summary(self) -> dict:
+        """Waits for the device.
+
+        Returns:
+            ``steps`` by block length; ``tokens_per_step``, of a row, over all steps (None: there was none);
+            ``acceptance``, by block length a list: the share of rows whose draft at that place came out, given that
+            those before it did (None where there was none); rows that ended count as if the draft had been wrong.
+        """
+        reached = {tokens: counts.tolist() for tokens, counts in self._reached.items()}
+        rows, emitted = sum(one[0] for one in reached.values()), sum(sum(one) for one in reached.values())
+        return {
+            "steps": dict(self.steps),
+            "row_steps": rows,
+            "tokens": emitted,
+            "tokens_per_step": emitted / rows if rows else None,
+            "acceptance": {
+                tokens: [here / before if before else None for before, here in zip(one, one[1:], strict=False)]
+                for tokens, one in reached.items()
+                if tokens > 1
+            },
+        }

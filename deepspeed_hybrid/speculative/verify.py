@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""What the target says of a block of proposed tokens, without keeping any of it; then as much of it as is accepted.
+
+The block runs as lanes of one token each, so that products and norms are those of any decode step. Attention writes
+keys beyond a row's committed length, where nobody reads them before they are written anew. A GatedDeltaNet layer scans
+copies of its conv window and recurrent state and remembers its inputs; committing replays the first of them with the
+very op of a decode step, so that the state has the bits that as many decode steps leave.
+"""
+
+import torch
+
+from deepspeed_hybrid.cache.layers import BlockPlan, StepPlan
+from deepspeed_hybrid.cache.slot_cache import SlotCache
+from deepspeed_hybrid.compat import ModelCall
+from deepspeed_hybrid.generation.state import DecodeState
+
+
+def verify(
+    model: ModelCall, cache: SlotCache, state: DecodeState, drafts: torch.Tensor, kv_length: int
+) -> tuple[torch.Tensor, BlockPlan]:
+    """Feed every lane's last token and the drafts behind it.
+
+    Args:
+        state: B rows; not changed.
+        drafts: [B, T - 1] int64.
+        kv_length: cache positions attention reads.
+
+    Returns:
+        Logits [T, B, V] of what follows each token; and the block, to commit. Where a row's limit leaves no room for
+        a token, its logits mean nothing.
+    """
+    lanes, tokens = drafts.shape[0], drafts.shape[1] + 1
+    steps = torch.arange(tokens, device=drafts.device)[:, None]
+    positions = state.position + steps
+    idle = state.parked | (steps >= state.limit - state.length)
+    block = BlockPlan(tokens=tokens, positions=positions, idle=idle)
+    plan = StepPlan(
+        lanes=lanes,
+        slots=None,
+        kv_length=kv_length,
+        parked=state.parked,
+        write_positions=positions.reshape(-1, 1),
+        before=state.position,
+        block=block,
+    )
+    ids = torch.cat([state.token[:, None], drafts], dim=1)
+    with cache.planned(plan):
+        logits = model.logits(ids.t().reshape(-1, 1), positions.reshape(-1, 1), None, cache)
+    return logits.unflatten(0, (tokens, lanes)), block
+
+
+def commit(block: BlockPlan, counts: torch.Tensor) -> None:
+    """Take over the first ``counts`` [B] int64 tokens of every lane into conv windows and recurrent states."""
+    steps = torch.arange(block.tokens, device=counts.device)[:, None]
+    beyond = steps >= counts
+    for replay in block.replays:
+        replay(beyond)

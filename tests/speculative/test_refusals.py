@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""What speculation is not built for is refused by name, and what it holds is reported and given back."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness import greedy, rollout_of
+from models import LoraLinear, Tokenizer, ragged_prompts, tiny_model
+from speculative_cases import draft_config, speculative_rollout, tiny_draft
+
+from deepspeed_hybrid import HybridEngineRollout, HybridEngineRolloutConfig
+from deepspeed_hybrid.compat import text_model
+from deepspeed_hybrid.speculation import speculation_obstacle
+from deepspeed_hybrid.speculative.draft import DFlashDraft
+
+
+@pytest.fixture
+def target():
+    return tiny_model()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (dict(speculative="eagle", draft_model="x"), "speculative must be None or one of .*'dflash'.*got 'eagle'"),
+        (dict(speculative="mtp", draft_model="x"), "speculative must be None or one of .*got 'mtp'"),
+        (dict(speculative="dflash"), "draft_model must be set"),
+        (dict(draft_model="x"), "draft_model must be None where speculative is None; got 'x'"),
+        (dict(draft_block_size=4), "draft_block_size must be None where speculative is None"),
+        (dict(speculative="dflash", draft_model="x", draft_block_size=1), "draft_block_size must be None or an int"),
+        (dict(speculative="dflash", draft_model="x", draft_block_size=True), "draft_block_size"),
+    ],
+)
+def test_settings(options, named):
+    with pytest.raises(ValueError, match=named):
+        HybridEngineRolloutConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("draft", "named"),
+    [
+        (lambda target: "/nowhere", "draft_model must be a folder with a config.json.*'/nowhere'"),
+        (lambda target: torch.nn.Linear(2, 2), "draft_model must be a folder or a DFlashDraft; got Linear"),
+        (lambda target: DFlashDraft(draft_config(target, hidden_size=64)), "its hidden_size is 64, the model has 128"),
+        (lambda target: tiny_draft(target, vocab_size=300), "its vocab_size is 300, the model has 256"),
+        (lambda target: tiny_draft(target, num_target_layers=5), "its num_target_layers is 5, the model has 4"),
+        (
+            lambda target: tiny_draft(target, target_layer_ids=(4,)),
+            r"target_layer_ids are \[4\], the model has 4 layers",
+        ),
+        (lambda target: tiny_draft(target, mask_token_id=256), "mask_token_id is 256, the model has 256 embeddings"),
+    ],
+)
+def test_drafts_of_another_kind_or_model(target, draft, named):
+    with pytest.raises(ValueError, match=named):
+        rollout_of(target, speculative="dflash", draft_model=draft(target))
+
+
+def test_a_block_longer_than_the_drafts(target):
+    with pytest.raises(ValueError, match="draft_block_size must be at most the draft's own 8; got 9"):
+        rollout_of(target, speculative="dflash", draft_model=tiny_draft(target), draft_block_size=9)
+    rollout = speculative_rollout(target, draft_block_size=3)
+    greedy(rollout, ragged_prompts([3]), 4)
+    assert set(rollout.get_last_profile()["speculation"]["steps"]) == {3}
+
+
+@pytest.mark.parametrize("options", [dict(use_segki=False), dict(segki_kernel="fused_glu")], ids=str)
+def test_layers_that_are_no_chains(target, options):
+    with pytest.raises(RuntimeError, match="speculative='dflash' cannot be honoured: .* is no decode chain"):
+        rollout_of(target, speculative="dflash", draft_model=tiny_draft(target), **options)
+
+
+def test_a_family_that_is_no_chain():
+    target = tiny_model("qwen3_next")
+    with pytest.raises(RuntimeError, match="speculative='dflash' cannot be honoured: layer 0 is no decode chain"):
+        rollout_of(target, speculative="dflash", draft_model=tiny_draft(target))
+
+
+def test_a_layer_that_stops_to_be_a_chain_later(target):
+    rollout = speculative_rollout(target)
+    greedy(rollout, ragged_prompts([3]), 4)
+    layer = text_model(target).layers[1].mlp
+    layer.down_proj = LoraLinear(layer.down_proj)
+    with pytest.raises(RuntimeError, match="speculative='dflash' cannot be honoured: layer 1"):
+        greedy(rollout, ragged_prompts([3]), 4)
+
+
+def test_graph_capture_that_is_asked_for(target):
+    with pytest.raises(RuntimeError, match="use_graph_capture=True cannot be honoured"):
+        rollout_of(target, speculative="dflash", draft_model=tiny_draft(target), use_graph_capture=True)
+
+
+def test_a_model_split_over_processes(target):
+    rollout = rollout_of(target)
+    assert speculation_obstacle(rollout._paths) is None
+    shared = replace(rollout._paths, peers=SimpleNamespace(group="peers", count=2))
+    assert speculation_obstacle(shared) == "2 ranks share the model (tensor parallel)"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_weights_partitioned_by_zero_3(make_engine):
+    target = tiny_model()
+    draft = tiny_draft(target)
+    engine = make_engine(target, stage=3)
+    config = HybridEngineRolloutConfig(speculative="dflash", draft_model=draft)
+    with pytest.raises(RuntimeError, match=r"speculative='dflash' cannot be honoured: .*ZeRO stage 3"):
+        HybridEngineRollout(engine, Tokenizer(), config)
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_what_it_holds_is_reported_and_given_back(target):
+    rollout = speculative_rollout(target)
+    greedy(rollout, ragged_prompts([3, 9]), 4)
+    report, cache = rollout.memory_report(), rollout._speculation.drafter.cache
+    assert report["draft_keys"] == cache.keys.nbytes and report["draft_values"] == cache.values.nbytes
+    assert report["draft_weights"] == rollout._speculation.drafter.weight_bytes > 0
+    slots, capacity = cache.slots, rollout._arena.cache.capacity
+    assert rollout._speculation.cache_bytes(slots, capacity) == cache.keys.nbytes + cache.values.nbytes
+    rollout.release_memory()
+    assert rollout._speculation.drafter.cache is None
+    assert "draft_keys" not in rollout.memory_report()
+    greedy(rollout, ragged_prompts([3, 9]), 4)
+    assert "draft_keys" not in rollout_of(target).memory_report()
+
+
+def test_the_model_is_as_it_was(target):
+    draft = tiny_draft(target)
+    rollout = speculative_rollout(target, draft)
+    weights = {name: weight.clone() for name, weight in draft.state_dict().items()}
+    greedy(rollout, ragged_prompts([3, 9]), 6)
+    assert not any(layer._forward_hooks for layer in text_model(target).layers)
+    assert not any("forward" in module.__dict__ for module in target.modules())
+    assert all(torch.equal(weight, draft.state_dict()[name]) for name, weight in weights.items())
+
+
+def test_a_model_that_was_cast_since(target):
+    """The serving copy, its cache and its stacks follow."""
+    rollout = speculative_rollout(target)
+    greedy(rollout, ragged_prompts([3, 9]), 4)
+    target.to(torch.bfloat16)
+    batch = greedy(rollout, ragged_prompts([3, 9]), 8)
+    assert rollout._speculation.drafter.cache.keys.dtype == torch.bfloat16
+    assert batch.response_lengths.tolist() == [8, 8]
+    assert "speculative decoding: on" in rollout.describe()

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Drafters whose guesses a test decides, and tiny draft models."""
+
+from collections.abc import Callable
+
+import torch
+from harness import answers, rollout_of
+from models import VOCAB
+
+from deepspeed_hybrid import HybridEngineRollout
+from deepspeed_hybrid.compat import text_model
+from deepspeed_hybrid.speculative.config import DraftConfig
+from deepspeed_hybrid.speculative.draft import DFlashDraft
+from deepspeed_hybrid.speculative.rope import RopeSettings
+
+MASK = VOCAB - 1  # of drafts for the tiny models
+
+
+def draft_config(target: torch.nn.Module, **options) -> DraftConfig:
+    """A draft of two layers for a tiny target."""
+    decoder = text_model(target)
+    settings = dict(
+        hidden_size=decoder.embed_tokens.weight.shape[1],
+        intermediate_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        block_size=8,
+        target_layer_ids=(0, len(decoder.layers) - 1),
+        mask_token_id=decoder.embed_tokens.weight.shape[0] - 1,
+        vocab_size=decoder.embed_tokens.weight.shape[0],
+        rope=RopeSettings(options.get("head_dim", 16)),
+        sliding_window=5,
+    )
+    return DraftConfig(**{**settings, **options})
+
+
+def tiny_draft(target: torch.nn.Module, seed: int = 0, **options) -> DFlashDraft:
+    """Random weights: its guesses are almost always wrong."""
+    torch.manual_seed(seed)
+    return DFlashDraft(draft_config(target, **options)).requires_grad_(False)
+
+
+def speculative_rollout(target: torch.nn.Module, draft=None, controller=None, **options) -> HybridEngineRollout:
+    """A rollout over a bare model.
+
+    Args:
+        draft: a draft model, or a drafter to put in its place; None: a draft model of random weights.
+        controller: of block lengths; None: always the draft's own.
+    """
+    scripted = draft is not None and not isinstance(draft, DFlashDraft)
+    model = tiny_draft(target) if draft is None or scripted else draft
+    rollout = rollout_of(target, speculative="dflash", draft_model=model, enable_profiling=True, **options)
+    if scripted:
+        rollout._speculation.drafter = draft
+    rollout._speculation.controller = controller or rollout._speculation.controller
+    return rollout
+
+
+def figures(rollout: HybridEngineRollout) -> dict:
+    """Of speculation in the last call."""
+    return rollout.get_last_profile()["speculation"]
+
+
+def script_of(batch, samples: int = 1) -> dict[tuple[int, int], list[int]]:
+    """What a scripted drafter has to know of a plain run's answers."""
+    return {(row // samples, row % samples): tokens.tolist() for row, tokens in enumerate(answers(batch))}
+
+
+class ScriptedDrafter:
+    """Proposes what a test knows will come, wrong from a chosen place on.
+
+    Args:
+        answers: tokens by (request, sample).
+        right: how many of the next drafts are right, by request, sample and tokens answered so far.
+    """
+
+    def __init__(self, answers: dict[tuple[int, int], list[int]], right: Callable[[int, int, int], int]):
+        self.answers, self.right = answers, right
+        self.wrong = 1  # what a wrong token is beside the right one
+        self.layer_ids: tuple[int, ...] = ()
+        self.most_tokens = 16
+
+    def attach(self, cache) -> None:
+        """It keeps nothing of slots."""
+
+    def cache_bytes(self, slots: int, capacity: int) -> int:
+        return 0
+
+    def release(self) -> None:
+        """Nor of caches."""
+
+    def refresh(self) -> None:
+        """It has no weights."""
+
+    def observe(self, features, plan) -> None:
+        raise AssertionError("it asked for no features")
+
+    def propose(self, state, tokens: int, kv_length: int) -> torch.Tensor:
+        rows = []
+        for request, sample, length, parked in zip(
+            state.request.tolist(), state.sample.tolist(), state.length.tolist(), state.parked.tolist(), strict=True
+        ):
+            if parked:
+                rows.append([0] * (tokens - 1))
+                continue
+            coming = self.answers[request, sample][length : length + tokens - 1]
+            coming = coming + [1] * (tokens - 1 - len(coming))
+            right = self.right(request, sample, length)
+            rows.append([token if at < right else (token + self.wrong) % VOCAB for at, token in enumerate(coming)])
+        return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), tokens - 1)
+
+
+class Schedule:
+    """Block lengths in turn."""
+
+    def __init__(self, *blocks: int):
+        self.blocks, self.steps = blocks, 0
+
+    def tokens(self, lanes: int) -> int:
+        self.steps += 1
+        return self.blocks[(self.steps - 1) % len(self.blocks)]
