@@ -58,6 +58,9 @@ def speculation_obstacle(engine, paths: Paths) -> str | None:
         return f"the model is split over {engine.autotp_size()} processes (tensor parallel)"
     if type(paths.call.embedding) is not nn.Embedding:
         return f"embed_tokens is a {type(paths.call.embedding).__name__}, not a plain embedding"
+    head = paths.call.model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        return f"the head is a {type(head).__name__}, not a plain linear layer"
     return None
 
 
