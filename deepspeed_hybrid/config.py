@@ -10,6 +10,7 @@ import torch
 SEGMENT_KINDS = ("all", "fused_glu", "fused_gdn", "fused_attention")
 BACKENDS = ("auto", "cuda", "triton", "torch")
 SPECULATIVE = ("dflash",)
+AUTO_BLOCK = "auto"  # a draft_block_size
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -43,6 +44,8 @@ class HybridEngineRolloutConfig:
             own as were guessed right, and one more. Tokens are those of the plain path. None: off.
         draft_model: the folder of a DFlash checkpoint, or a ``DFlashDraft``, whose weights ``sync_weights`` copies.
         draft_block_size: tokens of a block, the last one chosen among them; at most the draft's own, which is None.
+            'auto': as many as pay, by measured times and acceptance; where nothing pays, plain steps. Lengths then
+            differ from run to run, and the last bits of logprobs with them.
         train_consistent: decode reductions arranged like the training forward's. Not available yet.
 
     Raises:
@@ -66,7 +69,7 @@ class HybridEngineRolloutConfig:
     progress: bool = False
     speculative: str | None = None
     draft_model: object | None = None
-    draft_block_size: int | None = None
+    draft_block_size: int | str | None = None
     train_consistent: bool = False
 
     def __post_init__(self) -> None:
@@ -110,8 +113,8 @@ class HybridEngineRolloutConfig:
         _require(
             "draft_block_size",
             self.draft_block_size,
-            self.draft_block_size is None or is_integer(self.draft_block_size, 2),
-            "None or an integer of at least 2",
+            self.draft_block_size in (None, AUTO_BLOCK) or is_integer(self.draft_block_size, 2),
+            f"None, an integer of at least 2 or {AUTO_BLOCK!r}",
         )
         dtype = getattr(torch, self.state_dtype, None) if isinstance(self.state_dtype, str) else self.state_dtype
         _require("state_dtype", self.state_dtype, dtype in STATE_DTYPES, f"one of {STATE_DTYPES} or its name")

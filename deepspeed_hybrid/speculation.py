@@ -10,11 +10,13 @@ from torch import nn
 from deepspeed_hybrid.compat import text_model
 from deepspeed_hybrid.config import HybridEngineRolloutConfig
 from deepspeed_hybrid.paths import Paths
-from deepspeed_hybrid.speculative.controller import FixedBlock
+from deepspeed_hybrid.speculative.controller import Controller, FixedBlock, PayingBlock
 from deepspeed_hybrid.speculative.draft import DFlashDraft
 from deepspeed_hybrid.speculative.drafter import DFlashDrafter
 from deepspeed_hybrid.speculative.speculation import Speculation
 from deepspeed_hybrid.speculative.weights import load_draft
+
+LENGTHS = (1, 4, 8, 16)  # to choose from with draft_block_size='auto'
 
 
 def make_speculation(cfg: HybridEngineRolloutConfig, paths: Paths) -> Speculation | None:
@@ -35,10 +37,17 @@ def make_speculation(cfg: HybridEngineRolloutConfig, paths: Paths) -> Speculatio
     call = paths.call
     layers = len(text_model(call.model).layers)
     draft.config.check_target(call.embedding.weight.shape[1], layers, call.vocab_size, call.known_ids)
-    block = cfg.draft_block_size or draft.config.block_size
-    if block > draft.config.block_size:
-        raise ValueError(f"draft_block_size must be at most the draft's own {draft.config.block_size}; got {block}")
-    return Speculation(DFlashDrafter(draft, call), FixedBlock(block))
+    return Speculation(DFlashDrafter(draft, call), block_controller(cfg.draft_block_size, draft.config.block_size))
+
+
+def block_controller(asked: int | str | None, most: int) -> Controller:
+    """Of blocks of at most ``most`` tokens."""
+    if isinstance(asked, str):
+        return PayingBlock((*(length for length in LENGTHS if length < most), most))
+    block = asked or most
+    if block > most:
+        raise ValueError(f"draft_block_size must be at most the draft's own {most}; got {block}")
+    return FixedBlock(block)
 
 
 def speculation_obstacle(paths: Paths) -> str | None:
@@ -49,6 +58,9 @@ def speculation_obstacle(paths: Paths) -> str | None:
         return f"{paths.peers.count} ranks share the model (tensor parallel)"
     if type(paths.call.embedding) is not nn.Embedding:
         return f"embed_tokens is a {type(paths.call.embedding).__name__}, not a plain embedding"
+    head = paths.call.model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        return f"the head is a {type(head).__name__}, not a plain linear layer"
     return None
 
 

@@ -96,6 +96,9 @@ class ScriptedDrafter:
     def refresh(self) -> None:
         """It has no weights."""
 
+    def describe(self) -> str:
+        return "a script"
+
     def observe(self, features, plan) -> None:
         raise AssertionError("it asked for no features")
 
@@ -119,6 +122,12 @@ class Schedule:
 
     def __init__(self, *blocks: int):
         self.blocks, self.steps = blocks, 0
+
+    def begin(self) -> None:
+        """It goes on where it was."""
+
+    def record(self, lanes: int, tokens: int, counts: torch.Tensor) -> None:
+        """It knows already."""
 
     def tokens(self, lanes: int) -> int:
         self.steps += 1

@@ -1,16 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""How many tokens the next block has."""
+"""How many tokens the next block has: as many as always, or as many as pay."""
 
+import time
+from collections.abc import Callable
 from typing import Protocol
+
+import torch
+
+PERIOD = 8  # steps of one length between two looks: a look waits for the device
+PROBE_PERIODS = 16  # periods of one length before the runner-up is tried again, since acceptance and times change
+KEEP = 0.7  # of what was known, in a running mean
+GAIN = 1.05  # another length must promise this much more
 
 
 class Controller(Protocol):
     """Decides on the host, before a step."""
 
+    def begin(self) -> None:
+        """A call begins: what came before it was no step."""
+
     def tokens(self, lanes: int) -> int:
         """Of the next block over so many lanes, the anchor among them; 1 is a plain step."""
+
+    def record(self, lanes: int, tokens: int, counts: torch.Tensor) -> None:
+        """What came out of a step: ``counts`` [B] int64 tokens of each row, 0 for parked ones."""
 
     def describe(self) -> str:
         """In a few words."""
@@ -26,8 +41,101 @@ class FixedBlock:
     def __init__(self, block: int):
         self.block = block
 
+    def begin(self) -> None:
+        """It has nothing to measure."""
+
     def tokens(self, lanes: int) -> int:
         return self.block
 
+    def record(self, lanes: int, tokens: int, counts: torch.Tensor) -> None:
+        """Nor to learn."""
+
     def describe(self) -> str:
         return f"blocks of {self.block} tokens"
+
+
+class PayingBlock:
+    """The length with the most tokens a second, by measured times of steps and measured acceptance.
+
+    Steps come in periods of one length. At the end of each its time a step, for that many lanes, and the share of
+    right drafts at each place, given those before it, are taken into running means. Each length is tried once, and the
+    best of the others again now and then; where plain steps are best, that is speculation switched off.
+
+    Times differ from run to run, so lengths do, and with them the last bits of logprobs; tokens do not.
+
+    Args:
+        lengths: to choose from; 1 is a plain step.
+        clock: seconds.
+    """
+
+    def __init__(self, lengths: tuple[int, ...], clock: Callable[[], float] = time.perf_counter):
+        self.lengths, self.clock = tuple(sorted(lengths)), clock
+        self.seconds: dict[tuple[int, int], float] = {}  # (lanes, length) -> of a step
+        self.rates: list[float | None] = [None] * max(lengths)  # of place i in a block: right, given those before
+        self._length: dict[int, int] = {}  # lanes -> settled on
+        self._settled: dict[int, int] = {}  # lanes -> periods since the last probe
+        self.begin()
+
+    def begin(self) -> None:
+        self._current: tuple[int, int] | None = None
+        self._steps = 0
+        self._reached: torch.Tensor | None = None
+
+    def tokens(self, lanes: int) -> int:
+        if self._current is None or self._current[0] != lanes:
+            self.begin()
+            self._current = (lanes, self._next(lanes))
+            self._start = self.clock()
+        return self._current[1]
+
+    def record(self, lanes: int, tokens: int, counts: torch.Tensor) -> None:
+        places = torch.arange(tokens, device=counts.device)[:, None]
+        reached = (counts > places).sum(dim=1)
+        self._reached = reached if self._reached is None else self._reached + reached
+        self._steps += 1
+        if self._steps == PERIOD:
+            self._learn(lanes, tokens, self._reached.tolist())
+            self.begin()
+
+    def _learn(self, lanes: int, tokens: int, reached: list[int]) -> None:
+        """Reading ``reached`` has waited for the device, so that the clock has what the steps took."""
+        spent = (self.clock() - self._start) / PERIOD
+        known = self.seconds.get((lanes, tokens))
+        self.seconds[lanes, tokens] = spent if known is None else KEEP * known + (1 - KEEP) * spent
+        for place in range(1, tokens):
+            if reached[place - 1]:
+                rate, old = reached[place] / reached[place - 1], self.rates[place]
+                self.rates[place] = rate if old is None else KEEP * old + (1 - KEEP) * rate
+
+    def expected(self, tokens: int) -> float:
+        """Tokens of a row out of a block: an unknown place is as good as the one before it."""
+        total, chance, rate = 1.0, 1.0, 0.0
+        for place in range(1, tokens):
+            known = self.rates[place]
+            rate = rate if known is None else known
+            chance *= rate
+            total += chance
+        return total
+
+    def speed(self, lanes: int, tokens: int) -> float:
+        """Tokens a second of a row."""
+        return self.expected(tokens) / self.seconds[lanes, tokens]
+
+    def _next(self, lanes: int) -> int:
+        untried = [length for length in self.lengths if (lanes, length) not in self.seconds]
+        if untried:
+            return untried[0]
+        ranked = sorted(self.lengths, key=lambda length: self.speed(lanes, length), reverse=True)
+        now = self._length.get(lanes, ranked[0])
+        if self.speed(lanes, ranked[0]) > GAIN * self.speed(lanes, now):
+            now = ranked[0]
+        self._length[lanes] = now
+        self._settled[lanes] = self._settled.get(lanes, 0) + 1
+        if self._settled[lanes] > PROBE_PERIODS and len(ranked) > 1:
+            self._settled[lanes] = 0
+            others = [length for length in ranked if length != now]
+            return others[0]
+        return now
+
+    def describe(self) -> str:
+        return f"blocks of {', '.join(map(str, self.lengths))} tokens, whichever pays most"

@@ -51,6 +51,7 @@ class Speculation:
 
     def begin(self) -> None:
         """Count anew: a call begins."""
+        self.controller.begin()
         self.stats = SpeculationStats()
 
     @contextmanager
@@ -78,14 +79,16 @@ class Speculation:
         truncate: Callable,
     ) -> None:
         """As :func:`deepspeed_hybrid.generation.step.decode_step`, but a row may get several tokens."""
-        tokens = self.controller.tokens(state.token.numel())
-        before = state.length.clone()
+        lanes = state.token.numel()
+        tokens = self.controller.tokens(lanes)
         if tokens == 1:
+            before = state.length.clone()
             decode_step(model, cache, state, kind, kv_length, masked, choose, truncate)
-            self.stats.add(tokens, state.length - before)
-            return
-        drafts = self.drafter.propose(state, tokens, kv_length)
-        logits, block = verify(model, cache, state, drafts, kv_length)
-        counts = accept(state, logits, drafts, kind, choose, truncate)
-        commit(block, counts)
+            counts = state.length - before
+        else:
+            drafts = self.drafter.propose(state, tokens, kv_length)
+            logits, block = verify(model, cache, state, drafts, kv_length)
+            counts = accept(state, logits, drafts, kind, choose, truncate)
+            commit(block, counts)
         self.stats.add(tokens, counts)
+        self.controller.record(lanes, tokens, counts)

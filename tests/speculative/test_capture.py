@@ -5,7 +5,7 @@
 
 import pytest
 import torch
-from harness import answers
+from harness import answers, prompt
 from models import ragged_prompts, tiny_model
 from speculative_cases import Schedule, speculative_rollout, tiny_draft
 from torch import nn
@@ -76,12 +76,12 @@ def test_the_drafts_context_is_of_every_committed_token(blocks, budget, monkeypa
     monkeypatch.setattr(prefill.prefill, "__defaults__", (budget, None, False))
     draft = tiny_draft(target, target_layer_ids=(3, 0))
     rollout = speculative_rollout(target, draft, Schedule(*blocks))
-    prompts, checked = ragged_prompts([9, 1, 6]), []
+    prompts, checked, samples = ragged_prompts([9, 1, 6]), [], 2  # which share a prompt's context
     original = rollout._speculation.step
 
     def watched(model, cache, state, *rest):
         original(model, cache, state, *rest)
-        lengths = state.position[:3].tolist()
+        lengths = state.position[: 3 * samples].tolist()
         kept = rollout._speculation.drafter.cache
         checked.append(
             [
@@ -91,10 +91,10 @@ def test_the_drafts_context_is_of_every_committed_token(blocks, budget, monkeypa
         )
 
     rollout._speculation.step = watched
-    batch = rollout.generate(RolloutRequest(*prompts), SamplingConfig(max_new_tokens=14, temperature=0.0))
-    ids, mask = prompts
+    sampling = SamplingConfig(max_new_tokens=14, temperature=1.0, seed=2, n_samples_per_prompt=samples)
+    batch = rollout.generate(RolloutRequest(*prompts), sampling)
     for row, tokens in enumerate(answers(batch)):
-        whole = torch.cat([ids[row][mask[row].bool()], tokens])
+        whole = torch.cat([prompt(prompts, row // samples), tokens])
         states = hidden_states(target, whole)
         features = torch.cat([states[3], states[0]], dim=-1)[None]
         with torch.no_grad():

@@ -31,7 +31,7 @@ def target():
         (dict(speculative="dflash"), "draft_model must be set"),
         (dict(draft_model="x"), "draft_model must be None where speculative is None; got 'x'"),
         (dict(draft_block_size=4), "draft_block_size must be None where speculative is None"),
-        (dict(speculative="dflash", draft_model="x", draft_block_size=1), "draft_block_size must be None or an int"),
+        (dict(speculative="dflash", draft_model="x", draft_block_size=1), "draft_block_size must be None, an integer"),
         (dict(speculative="dflash", draft_model="x", draft_block_size=True), "draft_block_size"),
     ],
 )

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""The length of blocks that pays: found from times and acceptance, and followed when they change."""
+
+import pytest
+import torch
+from harness import rollout_of
+from models import ragged_prompts, tiny_model
+from speculative_cases import ScriptedDrafter, figures, script_of, speculative_rollout, tiny_draft
+
+from deepspeed_hybrid import RolloutRequest, SamplingConfig
+from deepspeed_hybrid.speculative.controller import PERIOD, PROBE_PERIODS, FixedBlock, PayingBlock
+
+LENGTHS = (1, 4, 8, 16)
+GOOD = [0.95] * 16
+POOR = [0.3] * 16
+
+
+class Machine:
+    """Steps of so many ms by length, whose drafts are right at so many rates."""
+
+    def __init__(self, times: dict[int, float], rates: list[float], lanes: int = 4):
+        self.times, self.rates, self.lanes, self.now = times, rates, lanes, 0.0
+        self.controller = PayingBlock(LENGTHS, clock=lambda: self.now)
+        self.chance = torch.Generator().manual_seed(0)
+        self.used: list[int] = []
+
+    def run(self, steps: int) -> list[int]:
+        """The lengths that were used."""
+        first = len(self.used)
+        for _ in range(steps):
+            tokens = self.controller.tokens(self.lanes)
+            self.now += self.times[tokens]
+            right = torch.rand(256, tokens - 1, generator=self.chance) < torch.tensor(self.rates[: tokens - 1])
+            self.controller.record(self.lanes, tokens, 1 + right.long().cumprod(dim=1).sum(dim=1))
+            self.used.append(tokens)
+        return self.used[first:]
+
+    def best(self) -> int:
+        """By the table itself."""
+
+        def speed(tokens: int) -> float:
+            expected, chance = 1.0, 1.0
+            for rate in self.rates[: tokens - 1]:
+                chance *= rate
+                expected += chance
+            return expected / self.times[tokens]
+
+        return max(LENGTHS, key=speed)
+
+
+TABLES = {
+    "blocks are almost free": dict(zip(LENGTHS, (1.0, 1.1, 1.2, 1.4), strict=True)),
+    "long ones cost": dict(zip(LENGTHS, (1.0, 1.2, 2.0, 4.0), strict=True)),
+    "blocks cost by the token": dict(zip(LENGTHS, (1.0, 3.9, 7.8, 15.6), strict=True)),
+}
+
+
+@pytest.mark.parametrize("times", TABLES.values(), ids=TABLES)
+@pytest.mark.parametrize("rates", [GOOD, POOR], ids=["good", "poor"])
+def test_it_settles_on_the_tables_best(times, rates):
+    machine = Machine(times, rates)
+    assert machine.run(PERIOD * len(LENGTHS)) == [length for length in LENGTHS for _ in range(PERIOD)]
+    settled = machine.run(PERIOD * PROBE_PERIODS)
+    assert set(settled) == {machine.best()}
+
+
+def test_speculation_goes_off_where_it_does_not_pay_and_on_again():
+    machine = Machine(TABLES["long ones cost"], [0.05] * 16)
+    machine.run(PERIOD * len(LENGTHS))
+    assert set(machine.run(PERIOD * 5)) == {1}
+    machine.rates = GOOD
+    later = machine.run(PERIOD * PROBE_PERIODS * 12)
+    assert later[-PERIOD * 4] == machine.best() != 1
+
+
+def test_a_small_gain_is_no_reason_to_change():
+    times = dict(zip(LENGTHS, (1.0, 10.0, 2.0, 20.0), strict=True))
+    machine = Machine(times, [1.0] * 16)
+    machine.run(PERIOD * (len(LENGTHS) + 1))
+    assert machine.used[-1] == 8
+    machine.controller.seconds[4, 16] = 3.9  # 16 / 3.9 is 2.6 % more than 8 / 2
+    assert machine.run(PERIOD)[0] == 8
+    machine.controller.seconds[4, 16] = 3.6
+    assert machine.run(PERIOD)[0] == 16
+
+
+def test_numbers_of_lanes_are_apart():
+    machine = Machine(TABLES["blocks are almost free"], GOOD)
+    machine.run(PERIOD * 5)
+    assert machine.used[-1] == 16
+    machine.lanes, machine.times = 64, TABLES["blocks cost by the token"]
+    machine.run(PERIOD * 5)
+    assert machine.used[-1] == 1
+    machine.lanes, machine.times = 4, TABLES["blocks are almost free"]
+    assert machine.run(1) == [16]
+
+
+def test_what_is_between_calls_is_not_measured():
+    machine = Machine(TABLES["long ones cost"], GOOD)
+    for _ in range(PERIOD * len(LENGTHS) * 2):
+        machine.run(PERIOD // 2)
+        machine.now += 1000.0
+        machine.controller.begin()
+    assert not machine.controller.seconds  # no call was long enough
+    machine.run(PERIOD)
+    assert machine.controller.seconds == {(4, 1): pytest.approx(1.0)}
+
+
+def test_a_fixed_block_is_fixed():
+    assert [FixedBlock(8).tokens(lanes) for lanes in (1, 64)] == [8, 8]
+
+
+def test_answers_are_the_plain_paths_whatever_it_chooses():
+    target, prompts = tiny_model(), ragged_prompts([5, 2])
+    sampling = SamplingConfig(max_new_tokens=80, temperature=0.0)
+    plain = rollout_of(target).generate(RolloutRequest(*prompts), sampling)
+    rollout = speculative_rollout(target, tiny_draft(target, block_size=12), draft_block_size="auto")
+    assert rollout._speculation.controller.lengths == (1, 4, 8, 12)
+    rollout._speculation.drafter = ScriptedDrafter(script_of(plain), lambda *_: 1)
+    batch = rollout.generate(RolloutRequest(*prompts), sampling)
+    assert torch.equal(batch.input_ids, plain.input_ids)
+    steps = figures(rollout)["steps"]
+    assert set(steps) >= {1, 4, 8, 12} and sum(steps.values()) == rollout.get_last_profile()["num_decode_forwards"]
+    assert "whichever pays most" in rollout.describe()
