@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import astuple, replace
 
 from deepspeed_hybrid.generation.batch import AUTO
-from deepspeed_hybrid.generation.peers import Peers
+from deepspeed_hybrid.generation.peers import CALL, REFUSED, Peers
 from deepspeed_hybrid.job import Job
 
 SPREAD = 0x9E3779B97F4A7C15  # odd: seeds of replicas lie far apart
@@ -31,22 +31,25 @@ def agreed_job(check: Callable[[], Job], asked: int | str | None, peers: Peers) 
     try:
         job = check()
     except BaseException:
-        peers.exchange([0, 0, 0, 0])
+        peers.exchange([REFUSED, 0, 0, 0, 0])
         raise
-    every = peers.exchange([1, _digest(job), job.plan.seed or 0, job.slots])
-    for rank, (accepted, digest, _, _) in enumerate(every):
-        if not accepted:
+    every = peers.exchange([CALL, _digest(job), job.plan.seed or 0, job.slots, job.keeps])
+    for rank, (kind, digest, *_) in enumerate(every):
+        if kind == REFUSED:
             raise RuntimeError(f"rank {rank} of those that share this model refused the call; its error says why")
+        if kind != CALL:
+            raise RuntimeError(f"rank {rank} of those that share this model takes rows of generate_iter(), or syncs")
         if digest != every[0][1]:
             raise ValueError(
                 f"ranks that share a model must pass the same request and sampling; those of rank {rank} differ from "
                 "those of the first"
             )
-    slots = min(slots for *_, slots in every)
+    slots = min(slots for *_, slots, _ in every)
     job = replace(
         job,
         plan=replace(job.plan, seed=every[0][2]),
         slots=slots,
+        keeps=all(keeps for *_, keeps in every),  # ranks run the same forwards
         continuous_slots=slots if asked == AUTO else job.continuous_slots,
     )
     return _of_replica(job, peers.replica)

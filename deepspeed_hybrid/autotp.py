@@ -63,6 +63,21 @@ def head_shard(model: nn.Module) -> VocabShard | None:
     return VocabShard(head.mp_group, shard_sizes(head))
 
 
+def check_head(model: nn.Module, shard: VocabShard | None) -> None:
+    """
+    Args:
+        shard: what ``head_shard()`` gave when the ways of choosing tokens were decided.
+
+    Raises:
+        RuntimeError: logits are whole now and were a rank's share, or the other way round.
+    """
+    if (head_shard(model) is None) != (shard is None):
+        raise RuntimeError(
+            "a hook or a forward of the head, whose logits ranks share, was added or removed since this rollout was "
+            "made: undo that, or make a new HybridEngineRollout"
+        )
+
+
 def is_plain(module: nn.Module) -> bool:
     """Whether a layer is called as its class has it."""
     hooks = module.__dict__["_forward_pre_hooks"] or module.__dict__["_forward_hooks"]

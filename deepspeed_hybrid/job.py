@@ -42,6 +42,7 @@ class Job:
     continuous_slots: int | None  # as asked for
     answers: Answers
     seed_drawn: bool = False  # nobody asked for this one
+    keeps: bool = True  # prompts for samples that wait for a slot
     stats: LoopStats = field(default_factory=LoopStats)
 
 
@@ -80,7 +81,7 @@ def check_job(
     # On a CPU even an elementwise function goes by where in its vectors a number stands.
     alone = cfg.batch_invariant and paths.device.type == "cpu"
     slots = 1 if alone else min(rows, rows if asked in (None, AUTO) else asked)
-    slots = fitting_slots(
+    slots, keeps = fitting_slots(
         arena, paths, rows, slots, capacity or needed, plan, asked, cfg.use_shared_prefill is not False
     )
     seed_drawn = plan.seed is None
@@ -96,6 +97,7 @@ def check_job(
         continuous_slots=slots if asked == AUTO else asked,
         answers=Answers.empty(rows, plan.max_new_tokens, paths.device),
         seed_drawn=seed_drawn,
+        keeps=keeps,
     )
 
 
@@ -108,8 +110,9 @@ def fitting_slots(
     plan: SamplingPlan,
     asked: int | str | None,
     shared_prefill: bool,
-) -> int:
-    """``slots``, or with a ``continuous_batch_size`` of 'auto' as many of them as there is memory for.
+) -> tuple[int, bool]:
+    """``slots``, or with a ``continuous_batch_size`` of 'auto' as many of them as there is memory for; and whether there
+    is some for a prompt that samples wait for, who else run it again.
 
     Activations are not estimated: what is refused cannot fit, and what is not may still be too much.
 
@@ -117,28 +120,32 @@ def fitting_slots(
         ValueError: more than fits was asked for, or nothing fits.
     """
     if not arena.needed(slots, tokens, plan.kind):
-        return slots
+        return slots, True
     free = arena.free()
     if free is None:
-        return slots
+        return slots, True
     others = rows * plan.max_new_tokens * ANSWER_BYTES + paths.injection.missing_bytes
 
-    def wanted(count: int) -> int:
+    def wanted(count: int, keeps: bool = False) -> int:
         """Bytes to be made, with those of a prompt that some of its samples wait for."""
-        waits = shared_prefill and plan.samples > 1 and count < rows
+        waits = keeps and shared_prefill and plan.samples > 1 and count < rows
         kept = arena.slot_bytes(tokens) if waits else 0
         return arena.needed(count, tokens, plan.kind) + others + kept
 
-    def fits(count: int, share: float) -> bool:
-        return not arena.needed(count, tokens, plan.kind) or wanted(count) <= share * free
+    def fits(count: int, share: float, keeps: bool = True) -> bool:
+        return not arena.needed(count, tokens, plan.kind) or wanted(count, keeps) <= share * free
 
     if fits(slots, AUTO_SHARE if asked == AUTO else 1.0):
-        return slots
+        return slots, True
+    if asked != AUTO and fits(slots, 1.0, keeps=False):
+        return slots, False
     fitting = next((count for count in fewer_slots(slots) if fits(count, AUTO_SHARE)), None)
-    if fitting is None and fits(1, 1.0):
+    if asked == AUTO and fitting:
+        return fitting, True
+    if fitting is None and fits(1, 1.0, keeps=False):
         fitting = 1
     if asked == AUTO and fitting:
-        return fitting
+        return fitting, fits(1, 1.0)
     what = f"continuous_batch_size={asked!r}"
     if asked is None:
         what = f"{rows} rows at once ({rows // plan.samples} prompts, n_samples_per_prompt={plan.samples})"

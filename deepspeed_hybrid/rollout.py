@@ -14,6 +14,7 @@ from deepspeed.runtime.rollout.base import SamplingConfig as BaseSamplingConfig
 from deepspeed.utils import logger
 
 from deepspeed_hybrid.agreement import agreed_job
+from deepspeed_hybrid.autotp import check_head
 from deepspeed_hybrid.compat import attention_configs, bind_torch_gdn_without_gpu, dense_mask_attention
 from deepspeed_hybrid.config import HybridEngineRolloutConfig
 from deepspeed_hybrid.generation.arena import Arena
@@ -21,6 +22,7 @@ from deepspeed_hybrid.generation.assemble import assemble, finished_row
 from deepspeed_hybrid.generation.batch import FinishedRow, RolloutBatch
 from deepspeed_hybrid.generation.graph import GraphRunner
 from deepspeed_hybrid.generation.loop import run_rows
+from deepspeed_hybrid.generation.peers import ROUND, SYNC
 from deepspeed_hybrid.generation.progress import Progress
 from deepspeed_hybrid.generation.prompt_graphs import PromptGraphs
 from deepspeed_hybrid.generation.requests import pad_id
@@ -176,11 +178,11 @@ class HybridEngineRollout(RolloutEngine):
                 begun = self._changes if rounds is None else begun
                 if begun != self._changes and self._graphs is not None:
                     raise RuntimeError("the model was changed while rows were running in a captured graph")
-                self._paths.peers.exchange([0])  # what a caller does between rows may take one rank longer
+                self._paths.peers.meet(ROUND)  # what a caller does between rows may take one rank longer
                 with self._paths.peers.together():
                     self._injection.freshen()  # packed copies follow parameters that were written without notice
                     with self._generating():
-                        rounds = rounds or self._begin(job)
+                        rounds = rounds or self._begin(job, watched=True)
                         rows = next(rounds, None)
                 if rows is None:
                     return
@@ -203,7 +205,7 @@ class HybridEngineRollout(RolloutEngine):
                 self._arena.release()
             raise
 
-    def _begin(self, job: Job) -> Iterator[list[int]]:
+    def _begin(self, job: Job, watched: bool = False) -> Iterator[list[int]]:
         """Make room, prepare the step (a capture, where there is none yet), and give the rounds of the loop."""
         self._arena.reserve(job.slots, job.tokens, job.plan.kind)
         if self._speculation is not None:
@@ -218,9 +220,11 @@ class HybridEngineRollout(RolloutEngine):
             job.stats,
             self.cfg.poll_every,
             self.cfg.use_shared_prefill is not False,
+            job.keeps,
             self.cfg.enable_profiling,
             TailShrink(self.cfg.shrink_tail),
             Progress(self.cfg.progress, job.rows),
+            watched,
         )
 
     @contextmanager
@@ -285,6 +289,7 @@ class HybridEngineRollout(RolloutEngine):
             self._follow_weights()
         if self._speculation is not None:
             self._speculation.drafter.refresh()
+        self._paths.peers.meet(SYNC)
         try:
             return self._injection.sync()
         except BaseException:
@@ -303,6 +308,8 @@ class HybridEngineRollout(RolloutEngine):
         """Plan and fuse anew, and drop the graphs, where anything about the model has changed."""
         now = fingerprint(self._paths.call.model)
         if now != self._seen:
+            with self._injection.bare():  # an engine's own hooks say nothing
+                check_head(self._paths.call.model, self._paths.call.shard)
             self._changes += 1
             self._unfit = True
             self._injection.replan()

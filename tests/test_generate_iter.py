@@ -185,3 +185,20 @@ def test_figures_are_of_a_run_that_came_to_its_end():
     rollout.generate(request, sampling)
     assert profile is not None and set(profile) == set(rollout.get_last_profile())
     assert stats is not None and set(stats) == set(rollout.get_last_continuous_stats())
+
+
+@pytest.mark.parametrize("shared", [None, False])
+def test_rows_that_wait_start_from_the_weights_of_their_time(shared):
+    """Also where a prompt was prefilled for an earlier sample, before the caller wrote to the weights."""
+    model, other = tiny_model(), tiny_model(seed=1)
+    ids, mask = ragged_prompts([6])
+    rollout = rollout_of(model, use_shared_prefill=shared)
+    sampling = SamplingConfig(max_new_tokens=6, temperature=0.0, n_samples_per_prompt=3, continuous_batch_size=1)
+    rows = rollout.generate_iter(RolloutRequest(ids, mask), sampling)
+    first = next(rows).tokens.tolist()
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), other.parameters(), strict=True):
+            parameter.copy_(value)
+    rollout.sync_segki_weights()
+    wanted = answers(greedy(rollout_of(other), (ids, mask), 6))[0].tolist()
+    assert first != wanted and [row.tokens.tolist() for row in rows] == [wanted, wanted]

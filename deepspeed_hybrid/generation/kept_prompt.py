@@ -11,9 +11,14 @@ from deepspeed_hybrid.generation.transfer import upload
 
 class KeptPrompt:
     """What a slot held behind the last token of a prompt, and that token's logits. Rows wait in the order of prompts,
-    so that there is never more than one such prompt."""
+    so that there is never more than one such prompt.
 
-    def __init__(self) -> None:
+    Args:
+        enabled: False: there is no memory for it, and nothing is kept.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        self.enabled = enabled
         self.drop()
 
     def drop(self) -> None:
@@ -23,6 +28,8 @@ class KeptPrompt:
 
     def keep(self, cache: SlotCache, slot: int, request: int, logits: torch.Tensor) -> None:
         """Copy ``slot``, which has taken in the prompt of ``request`` and nothing else. ``logits`` is [1, V]."""
+        if not self.enabled:
+            return
         self.request, self.logits = request, logits.clone()
         self._slot = [buffer[slot].clone() for buffer in cache.buffers()]
 

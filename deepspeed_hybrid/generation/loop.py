@@ -82,9 +82,11 @@ def run_rows(
     stats: LoopStats,
     poll_every: int,
     shared_prefill: bool,
+    keeps: bool,
     timed: bool,
     tail: TailShrink,
     progress: Progress,
+    watched: bool = False,
 ) -> Iterator[list[int]]:
     """Generate every row (prompt-major, ``plan.samples`` a prompt); yield rows as they finish, in lists.
 
@@ -95,16 +97,18 @@ def run_rows(
         answers: filled in.
         stats: filled in.
         poll_every: steps between two looks at the stop flags, on a device that runs ahead of the host.
-        shared_prefill: prefill a prompt once for all of its samples.
+        shared_prefill: prefill a prompt once for all of its samples that get a slot at the same time.
+        keeps: and for those that wait.
         timed: synchronize around the stages and fill in their times.
         tail: says when to go on with fewer lanes.
         progress: is told of rows and tokens.
+        watched: whoever takes the rows may write to the weights meanwhile, so that no prompt is kept for longer.
     """
     state = arena.state
     clock = StageClock(timed)
     scheduler = SlotScheduler(len(prompts.lengths) * plan.samples, slots)
     flags = StopFlags(state)
-    kept = KeptPrompt() if shared_prefill else None
+    kept = KeptPrompt(keeps) if shared_prefill else None
     stats.slots = slots
     steps_left = 0
     with progress:
@@ -144,6 +148,8 @@ def run_rows(
                 answers.take(state, finished, rows)
                 progress.add(rows=len(rows))
                 yield rows
+                if watched and kept is not None:
+                    kept.drop()
 
 
 def _admit(

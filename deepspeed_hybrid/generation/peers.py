@@ -18,6 +18,7 @@ import torch.distributed
 from deepspeed_hybrid.ops.collectives import bounded_waits, everyones, is_lost_peer, post, posted, waits_are_bounded
 
 PATIENCE = 8.0  # seconds: between peers that run the same steps, more is a failure
+REFUSED, CALL, ROUND, SYNC = range(4)  # what a rank is about when it meets the others
 ERROR, LOST = "error ", "lost"  # beginnings of what a rank leaves for the others
 RUNS = itertools.count()  # of this process; peers count alike
 
@@ -54,6 +55,19 @@ class Peers:
         if self.lost:
             raise RuntimeError(f"the ranks that share this model were separated, and cannot go on: {self._lost}")
         return everyones(torch.tensor(values, dtype=torch.int64, device=self.device), self.group).tolist()
+
+    def meet(self, kind: int) -> None:
+        """Wait for the others, who must be about the same.
+
+        Raises:
+            RuntimeError: one of them is not, or peers were lost before.
+        """
+        for rank, (other, *_) in enumerate(self.exchange([kind, 0, 0, 0, 0])):
+            if other != kind:
+                raise RuntimeError(
+                    f"rank {rank} of those that share this model is about something else: they call generate(), take "
+                    "the rows of generate_iter() and sync together"
+                )
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -96,7 +96,7 @@ class ModuleTables:
                     module.__dict__[name] = table
             yield
         finally:
-            self._take_back()
+            surely(self._take_back)
 
     def _tables(self, module: nn.Module, stand_in: Callable) -> dict[str, dict]:
         own = module.__dict__["_parameters"].items()

@@ -171,7 +171,7 @@ class Injection:
     def _plan(
         self,
     ) -> tuple[list[Segment], dict[int, str | None], dict[str, str | None], list[nn.Module], str | None]:
-        with self.gathered.bare() if self.gathered is not None else nullcontext():
+        with self.bare():
             check_scans(self.model)
             segments = [] if self.kinds is None else plan_segments(self.model, self.kinds)
             unchained = self._unchained(segments)
@@ -216,6 +216,10 @@ class Injection:
         """The model with our forwards, and with gathered weights where there are any."""
         with self._tables(), bound(self.bindings):
             yield
+
+    def bare(self) -> AbstractContextManager[None]:
+        """The model as it is without what ZeRO-3 has hung on it."""
+        return self.gathered.bare() if self.gathered is not None else nullcontext()
 
     def _tables(self) -> AbstractContextManager[None]:
         """Under AutoTP an engine's hook compares the arguments of the first forward between ranks: of training's."""

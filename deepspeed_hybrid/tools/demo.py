@@ -73,6 +73,7 @@ def demo(
     """
     quiet()
     obstacle = training_obstacle() or sharing_obstacle(tensor_parallel)
+    obstacle = obstacle or _empty_share_obstacle(zero_stage, tensor_parallel, model_size)
     if obstacle:
         print(f"the demo cannot train here: {obstacle}")
         return 1
@@ -85,6 +86,17 @@ def demo(
         return _conclude(rows, out) if deepspeed.comm.get_rank() == 0 else 0
     finally:
         stop_distributed()
+
+
+def _empty_share_obstacle(zero_stage: int, tensor_parallel: int, model_size: str) -> str | None:
+    """DeepSpeed 0.19.8 fails in a ZeRO-3 forward over a parameter of which a rank has no rows."""
+    heads = demo_config(model_size, 1).linear_num_value_heads
+    if zero_stage < 3 or tensor_parallel <= heads:
+        return None
+    return (
+        f"DeepSpeed's ZeRO stage 3 wants rows of every weight on every rank, and {tensor_parallel} ranks cannot share "
+        f"the {heads} GatedDeltaNet heads of --model-size {model_size}; take a larger one or another --zero-stage"
+    )
 
 
 class Trainer:

@@ -50,12 +50,12 @@ def ask(rollout, bench, slots, samples: int = SAMPLES, **options):
     )
 
 
-def needed(bench, slots: int) -> int:
-    """Bytes of a call with so many slots."""
+def needed(bench, slots: int, keeps: bool = True) -> int:
+    """Bytes of a call with so many slots, with those of a prompt that some samples wait for."""
     arena = rollout_of(bench.model)._arena
     rows = len(LENGTHS) * SAMPLES
     tokens = max(LENGTHS) + NEW_TOKENS
-    kept = arena.slot_bytes(tokens) if slots < rows else 0  # a prompt that some samples wait for
+    kept = arena.slot_bytes(tokens) if keeps and slots < rows else 0
     return arena.needed(slots, tokens) + rows * NEW_TOKENS * capacity.ANSWER_BYTES + kept
 
 
@@ -148,7 +148,7 @@ def test_too_much_is_refused_before_anything_is_made(bench, slots, monkeypatch):
                 call(RolloutRequest(*bench.prompts), sampling)
     text = str(caught.value)
     assert ("n_samples_per_prompt=3" in text) if slots is None else f"continuous_batch_size={slots}" in text
-    assert readable(needed(bench, slots or 12)) in text and readable(free) in text
+    assert readable(needed(bench, slots or 12, keeps=False)) in text and readable(free) in text
     assert "continuous_batch_size of 4 would fit" in text
     assert_untouched(rollout)
     fitting = int(re.search(r"of (\d+) would fit", text)[1])
@@ -157,10 +157,17 @@ def test_too_much_is_refused_before_anything_is_made(bench, slots, monkeypatch):
 
 @pytest.mark.parametrize("slots", [None, 1, 7, "auto"])
 def test_where_not_even_one_row_fits(bench, slots):
-    rollout = limited(bench.model, needed(bench, 1) - 1)
+    rollout = limited(bench.model, needed(bench, 1, keeps=False) - 1)
     with pytest.raises(ValueError, match="not even one would fit"):
         ask(rollout, bench, slots)
     assert_untouched(rollout)
+
+
+@pytest.mark.parametrize("slots", [1, "auto", 5])
+def test_what_fits_without_a_kept_prompt_runs_without_one(bench, slots):
+    rollout = limited(bench.model, needed(bench, 1 if slots == "auto" else slots, keeps=False))
+    assert_same_answers(ask(rollout, bench, slots), bench.oracle, SAMPLES)
+    assert rollout._paths.call.forwards > len(LENGTHS)
 
 
 def test_exactly_enough_is_enough(bench):

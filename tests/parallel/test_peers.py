@@ -179,3 +179,49 @@ def failing_alike() -> list:
 def test_peers_that_fail_alike_go_on(ranks):
     for seconds, same in ranks.run(f"{HERE}:failing_alike"):
         assert seconds < 3 and same
+
+
+def apart(what: str) -> list:
+    """Rank 0 leaves an iterator, or syncs, where rank 1 goes on; afterwards all is as it was."""
+    rollout = shared_rollout()
+    before = answer(rollout, 5, temperature=0.0)
+    sampling = SamplingConfig(max_new_tokens=5, temperature=0.0, continuous_batch_size=1)
+    rows = rollout.generate_iter(RolloutRequest(*ragged_prompts(PROMPTS)), sampling)
+    next(rows)
+    with pytest.raises(RuntimeError) as raised:
+        if rank() == 1:
+            next(rows)
+        elif what == "sync":
+            rollout.sync_segki_weights()
+        else:
+            rows.close()
+            answer(rollout, 5, temperature=0.0)
+    assert torch.equal(answer(rollout, 5, temperature=0.0).input_ids, before.input_ids)
+    return [str(raised.value)]
+
+
+@pytest.mark.parametrize("what", ["sync", "close"])
+def test_ranks_that_do_different_things_say_so(ranks, what):
+    for message, other in zip(sum(ranks.run(f"{HERE}:apart", what=what), []), (1, 0), strict=True):
+        assert f"rank {other} of those that share this model" in message
+
+
+def hooked_head() -> list:
+    """A hook of the head that comes or goes: its logits become whole, or this rank's."""
+    engine = engine_over(plain().train())
+    head = engine.module.get_output_embeddings()
+    rollout = rollout_over(engine)
+    hook = head.register_forward_hook(lambda *args: None)
+    hooked = rollout_over(engine)
+    answer(hooked, 3, temperature=0.0)
+    with pytest.raises(RuntimeError, match="head"):
+        answer(rollout, 3, temperature=0.0)
+    hook.remove()
+    with pytest.raises(RuntimeError, match="head"):
+        answer(hooked, 3, temperature=0.0)
+    return tokens_of(answer(rollout, 3, temperature=0.0))
+
+
+def test_a_hook_of_the_head_is_never_served_as_if_it_were_not_there(ranks):
+    first, second = ranks.run(f"{HERE}:hooked_head")
+    assert first == second
