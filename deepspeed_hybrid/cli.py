@@ -35,6 +35,8 @@ def build_parser() -> argparse.ArgumentParser:
         description="Fast RL rollouts inside a DeepSpeed engine: a demo, a check of the machine, a benchmark.",
     )
     parser.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
+    # DeepSpeed's launcher adds it; LOCAL_RANK says the same.
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(title="commands", required=True, metavar="{demo,doctor,bench}")
     _add_demo(commands)
     _add_doctor(commands)
@@ -50,6 +52,12 @@ def _add_demo(commands) -> None:
     )
     command.add_argument("--seed", type=int, default=0, help="of weights, prompts and sampling (default: %(default)s)")
     command.add_argument("--model-size", choices=DEMO_SIZES, default="tiny", help="default: %(default)s")
+    command.add_argument(
+        "--zero-stage", type=int, choices=range(4), default=1, help="of the engine (default: %(default)s)"
+    )
+    command.add_argument(
+        "--tensor-parallel", type=_positive, default=1, metavar="N", help="processes that share a model (default: 1)"
+    )
     command.add_argument(
         "--speculative",
         choices=SPECULATIVE,
@@ -200,8 +208,17 @@ def _shapes(text: str) -> list[tuple[int, int]]:
 
 def _demo(options: argparse.Namespace) -> int:
     if options.speculative is not None:
+        if options.tensor_parallel > 1 or options.zero_stage != 1:
+            raise ValueError("--speculative goes without an engine: neither with --tensor-parallel nor --zero-stage")
         return speculative_demo(options.steps, options.out, options.seed, options.model_size)
-    return demo(steps=options.steps, out=options.out, seed=options.seed, model_size=options.model_size)
+    return demo(
+        steps=options.steps,
+        out=options.out,
+        seed=options.seed,
+        model_size=options.model_size,
+        zero_stage=options.zero_stage,
+        tensor_parallel=options.tensor_parallel,
+    )
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -19,6 +19,8 @@ from torch import nn
 from transformers.cache_utils import Cache, LinearAttentionLayer, StaticLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from deepspeed_hybrid.autotp import head_shard
+
 __all__ = [
     "Cache", "GdnKernels", "LinearAttentionLayer", "ModelCall", "StaticLayer", "adapter_state",
     "attention_configs", "attention_function", "bind_torch_gdn_without_gpu", "causal_model", "facts", "global_hooks",
@@ -286,15 +288,16 @@ class ModelCall:
         self.takes_mask_dict = "causal_mask_mapping" in inspect.unwrap(type(decoder).forward).__code__.co_varnames
         # The auxiliary loss of a mixture of experts is training's; it would read the mask, which here is a dict.
         self.quiet_options = {"output_router_logits": False} if "output_router_logits" in parameters else {}
+        self.shard = head_shard(model)
         self.forwards = 0
         self.kept_mask: torch.Tensor | None = None
         self._cache_checked = False
 
     @property
     def vocab_size(self) -> int:
-        """Columns of the logits; more than the configuration says where the embedding was padded."""
+        """Columns of all logits; more than the configuration says where the embedding was padded."""
         head = self.model.get_output_embeddings()
-        return getattr(head, "out_features", self.config.vocab_size)
+        return self.shard.total if self.shard else getattr(head, "out_features", self.config.vocab_size)
 
     @property
     def embedding(self) -> nn.Module:
@@ -365,12 +368,9 @@ class ModelCall:
         returned = getattr(output, self.cache_keyword, None)
         if returned is not cache:
             raise RuntimeError(f"{type(self.model).__name__} ignored the cache passed as {self.cache_keyword!r}")
-        vocabulary = self.config.vocab_size
-        if output.logits.shape[-1] < vocabulary:
-            raise RuntimeError(
-                f"{type(self.model).__name__} returned {output.logits.shape[-1]} logits for a vocabulary "
-                f"of {vocabulary}: vocabulary-sharded models (AutoTP) are not supported yet"
-            )
+        logits, expected = output.logits.shape[-1], self.shard.size if self.shard else self.config.vocab_size
+        if logits < expected:
+            raise RuntimeError(f"{type(self.model).__name__} returned {logits} logits for a vocabulary of {expected}")
         self._cache_checked = True
 
     def graph_obstacle(self) -> str | None:

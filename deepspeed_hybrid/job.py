@@ -41,6 +41,7 @@ class Job:
     tokens: int  # a slot has room for
     continuous_slots: int | None  # as asked for
     answers: Answers
+    seed_drawn: bool = False  # nobody asked for this one
     stats: LoopStats = field(default_factory=LoopStats)
 
 
@@ -79,8 +80,11 @@ def check_job(
     # On a CPU even an elementwise function goes by where in its vectors a number stands.
     alone = cfg.batch_invariant and paths.device.type == "cpu"
     slots = 1 if alone else min(rows, rows if asked in (None, AUTO) else asked)
-    slots = fitting_slots(arena, paths, rows, slots, capacity or needed, plan, asked)
-    if plan.seed is None:
+    slots = fitting_slots(
+        arena, paths, rows, slots, capacity or needed, plan, asked, cfg.use_shared_prefill is not False
+    )
+    seed_drawn = plan.seed is None
+    if seed_drawn:
         plan = replace(plan, seed=fresh_seed())
     return Job(
         request=request,
@@ -91,11 +95,19 @@ def check_job(
         tokens=capacity or needed,
         continuous_slots=slots if asked == AUTO else asked,
         answers=Answers.empty(rows, plan.max_new_tokens, paths.device),
+        seed_drawn=seed_drawn,
     )
 
 
 def fitting_slots(
-    arena: Arena, paths: Paths, rows: int, slots: int, tokens: int, plan: SamplingPlan, asked: int | str | None
+    arena: Arena,
+    paths: Paths,
+    rows: int,
+    slots: int,
+    tokens: int,
+    plan: SamplingPlan,
+    asked: int | str | None,
+    shared_prefill: bool,
 ) -> int:
     """``slots``, or with a ``continuous_batch_size`` of 'auto' as many of them as there is memory for.
 
@@ -111,9 +123,14 @@ def fitting_slots(
         return slots
     others = rows * plan.max_new_tokens * ANSWER_BYTES + paths.injection.missing_bytes
 
+    def wanted(count: int) -> int:
+        """Bytes to be made, with those of a prompt that some of its samples wait for."""
+        waits = shared_prefill and plan.samples > 1 and count < rows
+        kept = arena.slot_bytes(tokens) if waits else 0
+        return arena.needed(count, tokens, plan.kind) + others + kept
+
     def fits(count: int, share: float) -> bool:
-        needed = arena.needed(count, tokens, plan.kind)
-        return not needed or needed + others <= share * free
+        return not arena.needed(count, tokens, plan.kind) or wanted(count) <= share * free
 
     if fits(slots, AUTO_SHARE if asked == AUTO else 1.0):
         return slots
@@ -126,7 +143,7 @@ def fitting_slots(
     if asked is None:
         what = f"{rows} rows at once ({rows // plan.samples} prompts, n_samples_per_prompt={plan.samples})"
     advice = f"a continuous_batch_size of {fitting} would fit" if fitting else "not even one would fit"
-    needed = arena.needed(1 if asked == AUTO else slots, tokens, plan.kind) + others
+    needed = wanted(1 if asked == AUTO else slots)
     raise ValueError(
         f"{what} needs {readable(needed)} for slots of {tokens} tokens, and {readable(free)} are free on "
         f"{paths.device}; {advice}"

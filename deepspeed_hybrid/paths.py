@@ -8,12 +8,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
+import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from deepspeed_hybrid.autotp import check_shards, sharing_group
 from deepspeed_hybrid.compat import ModelCall, causal_model, gdn_kernels, layer_kinds, text_model
 from deepspeed_hybrid.config import HybridEngineRolloutConfig
+from deepspeed_hybrid.generation.peers import Peers
 from deepspeed_hybrid.generation.prefill import TOKEN_BUDGET
 from deepspeed_hybrid.ops import few_rows, fused_linear
 from deepspeed_hybrid.ops.attention_decode import attention_decode, attention_decode_reference
@@ -25,6 +28,7 @@ from deepspeed_hybrid.ops.batch_invariant import (
     residual_linear_in_groups,
     rotary_tables_one_by_one,
 )
+from deepspeed_hybrid.ops.collectives import capture_obstacle
 from deepspeed_hybrid.ops.decode_step import decode_step, decode_step_reference
 from deepspeed_hybrid.ops.embedded_rows import embedded_rows, embedded_rows_reference
 from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves, fused_silu_mul_halves_reference
@@ -34,6 +38,8 @@ from deepspeed_hybrid.ops.gdn_decode import gdn_decode, gdn_decode_reference
 from deepspeed_hybrid.ops.gdn_gates import gdn_gates, gdn_gates_reference
 from deepspeed_hybrid.ops.loader import op_obstacle, triton_obstacle
 from deepspeed_hybrid.ops.rotary_tables import rotary_tables, rotary_tables_reference
+from deepspeed_hybrid.ops.sharded_choice import decode_step_on_shards
+from deepspeed_hybrid.ops.sharded_truncate import truncate_scores_on_shards
 from deepspeed_hybrid.ops.truncate_scores import truncate_scores, truncate_scores_reference
 from deepspeed_hybrid.segments.apply import refuse_kernelized
 from deepspeed_hybrid.segments.decoder_layer import DecodeOps
@@ -61,6 +67,7 @@ class Paths:
     choose: Callable
     truncate: Callable
     injection: Injection
+    peers: Peers
     layers: list[tuple[str, str, str]] = field(default_factory=list)  # layer, kind, path
     off: dict[str, str] = field(default_factory=dict)  # feature -> why it is off
 
@@ -96,6 +103,10 @@ class Paths:
             lines += ["", *_table([heads, *self.injection.rows()])]
         if self.injection.gathered is not None:
             lines += ["", "weights: packed copies, gathered from ZeRO stage 3 by sync_segki_weights()"]
+        if self.peers.group is not None:
+            shard = self.call.shard
+            ids = "whole on every rank" if shard is None else f"{shard.size} of {shard.total} here"
+            lines += ["", f"tensor parallel: {self.peers.count} ranks share the layers; logits {ids}"]
         lines += ["", f"graph capture: {'on' if self.graph else 'off'}"]
         if self.graph and self.injection.prompt_obstacle is None:
             lines.append(
@@ -119,9 +130,10 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
     refuse_kernelized(model)
     device = check_weights(engine, model)
     gathered = GatheredWeights(model, engine, device) if partitions_weights(engine, model) else None
-    call = ModelCall(model)
     with gathered.bare() if gathered is not None else nullcontext():
+        call = ModelCall(model)
         kinds = layer_kinds(model)
+        check_shards(text_model(model).layers, kinds)
         check_scans(model)
         layers = _layer_paths(model, kinds, call)
         segments = plan_segments(model, cfg.segki_kernel)
@@ -134,7 +146,10 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
     for name in ("align_decode_fronts", "enable_cache_trimming"):
         if getattr(cfg, name):
             off[name] = "every row has a slot and positions of its own"
+    group = sharing_group(model)
     graph_obstacle = "there is no CUDA device" if device.type != "cuda" else call.graph_obstacle()
+    if graph_obstacle is None and group is not None:
+        graph_obstacle = capture_obstacle(group)
     if cfg.speculative is not None:
         graph_obstacle = graph_obstacle or "speculative steps are not captured yet"
     graph = _decide("use_graph_capture", cfg.use_graph_capture, graph_obstacle, off)
@@ -151,6 +166,9 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
         if cfg.segki_backend == "triton":
             raise RuntimeError(f"segki_backend='triton' cannot be honoured: {chain}")
         off["decode chains"] = chain
+    if call.shard is not None:  # plain torch on any device
+        ops["decode_step"] = partial(decode_step_on_shards, call.shard)
+        ops["truncate_scores"] = partial(truncate_scores_on_shards, call.shard)
     paths = Paths(
         call=call,
         device=device,
@@ -167,6 +185,7 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
             gathered,
             prompt_ops(device, cfg.segki_backend, off),
         ),
+        peers=Peers(group, device, replica_of(engine)),
         layers=layers,
         off=off,
     )
@@ -178,6 +197,12 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
 def zero_stage(engine) -> int:
     """The ZeRO stage of a DeepSpeed engine; 0 for anything else."""
     return engine.zero_optimization_stage() if hasattr(engine, "zero_optimization_stage") else 0
+
+
+def replica_of(engine) -> int:
+    """Which of the models that are trained on data of their own a DeepSpeed engine has; 0 for anything else."""
+    group = getattr(engine, "data_parallel_group", None)
+    return 0 if group is None else deepspeed.comm.get_rank(group=group)
 
 
 def partitions_weights(engine, model: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from deepspeed.runtime.rollout.base import RolloutEngine, RolloutRequest
 from deepspeed.runtime.rollout.base import SamplingConfig as BaseSamplingConfig
 from deepspeed.utils import logger
 
+from deepspeed_hybrid.agreement import agreed_job
 from deepspeed_hybrid.compat import attention_configs, bind_torch_gdn_without_gpu, dense_mask_attention
 from deepspeed_hybrid.config import HybridEngineRolloutConfig
 from deepspeed_hybrid.generation.arena import Arena
@@ -110,7 +111,7 @@ class HybridEngineRollout(RolloutEngine):
     @torch.inference_mode(False)
     @torch.no_grad()
     def generate(self, request: RolloutRequest, sampling: BaseSamplingConfig) -> RolloutBatch:
-        """Answer every prompt ``n_samples_per_prompt`` times.
+        """Answer every prompt ``n_samples_per_prompt`` times. Ranks that share a model (AutoTP) call it together.
 
         Args:
             request: left-padded prompts, [B, T_p].
@@ -121,10 +122,11 @@ class HybridEngineRollout(RolloutEngine):
 
         Raises:
             ValueError: bad input, named, before any state has changed.
-            RuntimeError: after ``shutdown()``, or after an optimizer step without a sync where weights are gathered.
+            RuntimeError: after ``shutdown()``, or after an optimizer step without a sync where weights are gathered;
+                or another rank that shares the model has refused the call or has failed.
         """
         start = time.perf_counter()
-        job = self._prepare(request, sampling)
+        job = self._agree(request, sampling)
         ready = time.perf_counter()
         self._run_to_the_end(job)
         done = time.perf_counter()
@@ -140,7 +142,7 @@ class HybridEngineRollout(RolloutEngine):
         """
         start = time.perf_counter()
         with torch.inference_mode(False):
-            job = self._prepare(request, sampling)
+            job = self._agree(request, sampling)
         return self._finished_rows(job, start, time.perf_counter())
 
     def _finished_rows(self, job: Job, start: float, ready: float) -> Iterator[FinishedRow]:
@@ -153,7 +155,7 @@ class HybridEngineRollout(RolloutEngine):
 
     def _run_to_the_end(self, job: Job) -> None:
         """Run the job in one go: nobody can have touched the model since it was prepared."""
-        with self._numbered():
+        with self._numbered(), self._paths.peers.together():
             self._injection.freshen()
             with self._generating():
                 for _ in self._begin(job):
@@ -174,10 +176,12 @@ class HybridEngineRollout(RolloutEngine):
                 begun = self._changes if rounds is None else begun
                 if begun != self._changes and self._graphs is not None:
                     raise RuntimeError("the model was changed while rows were running in a captured graph")
-                self._injection.freshen()  # packed copies follow parameters that were written without notice
-                with self._generating():
-                    rounds = rounds or self._begin(job)
-                    rows = next(rounds, None)
+                self._paths.peers.exchange([0])  # what a caller does between rows may take one rank longer
+                with self._paths.peers.together():
+                    self._injection.freshen()  # packed copies follow parameters that were written without notice
+                    with self._generating():
+                        rounds = rounds or self._begin(job)
+                        rows = next(rounds, None)
                 if rows is None:
                     return
                 yield rows
@@ -251,6 +255,16 @@ class HybridEngineRollout(RolloutEngine):
         self._injection.check()
         return check_job(request, sampling, self._paths, self.cfg, self.tokenizer, self._arena)
 
+    def _agree(self, request: RolloutRequest, sampling: BaseSamplingConfig) -> Job:
+        """Check the call, with the ranks that share the model where there are any."""
+        asked, peers = getattr(sampling, "continuous_batch_size", None), self._paths.peers
+        try:
+            return agreed_job(lambda: self._prepare(request, sampling), asked, peers)
+        except Exception:
+            if not self._closed and self.engine.module is self._module and not peers.lost:
+                self._injection.take_part()
+            raise
+
     # ---------------------------------------------------------------------------------------------------- weights
 
     def sync_weights(self, step: int) -> None:
@@ -260,6 +274,7 @@ class HybridEngineRollout(RolloutEngine):
     def sync_segki_weights(self) -> WeightSyncReport:
         """Refresh every derived weight in place, at addresses that stay. Views of the parameters cost nothing.
 
+        Under AutoTP the ranks that share the model call it together, as they call ``generate()``.
         Under ZeRO stage 3 this gathers all weights, so that every rank must call it, once after each
         ``engine.step()``; a ``generate()`` without it is refused. The first ``generate()``, and that after a
         ``release_memory()``, gathers by itself, and is then as collective as this. Only the engine's count of steps

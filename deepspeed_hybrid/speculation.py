@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
+from deepspeed_hybrid.autotp import sharing_group
 from deepspeed_hybrid.compat import text_model
 from deepspeed_hybrid.config import HybridEngineRolloutConfig
 from deepspeed_hybrid.paths import Paths
@@ -56,6 +57,8 @@ def speculation_obstacle(engine, paths: Paths) -> str | None:
         return "weights are partitioned (ZeRO stage 3)"
     if hasattr(engine, "autotp_size") and engine.autotp_size() > 1:
         return f"the model is split over {engine.autotp_size()} processes (tensor parallel)"
+    if sharing_group(paths.call.model) is not None:
+        return "the model is split over several processes (tensor parallel)"
     if type(paths.call.embedding) is not nn.Embedding:
         return f"embed_tokens is a {type(paths.call.embedding).__name__}, not a plain embedding"
     head = paths.call.model.get_output_embeddings()

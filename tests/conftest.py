@@ -10,8 +10,25 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed
+from ranks import Ranks
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Two processes for tests of what ranks do together; such tests are of one xdist group, ``two_ranks``."""
+    pair = Ranks()
+    yield pair
+    pair.stop()
+
+
+@pytest.fixture(scope="session")
+def replicas():
+    """Two more: DeepSpeed makes no plain engine in a process that has made one whose layers ranks share."""
+    pair = Ranks()
+    yield pair
+    pair.stop()
 
 
 @pytest.fixture(scope="session")

@@ -16,12 +16,12 @@ PACKAGE = ROOT / "deepspeed_hybrid"
 # A module imports from its own row and from rows above it.
 LAYERS = [
     ["ops", "config"],
-    ["compat"],
+    ["autotp", "compat"],
     ["segments"],
     ["cache"],
     ["generation"],
     ["speculative"],
-    ["job", "paths", "profile", "rollout", "speculation"],
+    ["agreement", "job", "paths", "profile", "rollout", "speculation"],
     ["__init__", "__main__", "bench", "cli", "demo", "doctor", "factory", "integrations", "tools"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -140,6 +140,10 @@ class Arena:
         free = self.device_free()
         return None if free is None else free + self._present()
 
+    def slot_bytes(self, tokens: int) -> int:
+        """Of one slot that has room for so many tokens."""
+        return SlotBytes.of(self.model.model, self.state_dtype).total(length_bucket(tokens))
+
     def _bytes(self, slots: int, capacity: int, kind: SamplingKind) -> int:
         slot = SlotBytes.of(self.model.model, self.state_dtype)
         return (

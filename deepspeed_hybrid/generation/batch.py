@@ -18,7 +18,8 @@ class SamplingConfig(base.SamplingConfig):
 
     Args (beyond DeepSpeed's max_new_tokens, temperature, top_p, top_k, n_samples_per_prompt, continuous_batch_size):
         seed: 64-bit key of the noise; the same request and seed give the same tokens. None: fresh noise, drawn from
-            torch's default generator.
+            torch's default generator. Each data-parallel rank has noise of its own under one seed, the first one that
+            of a single process; ranks that share a model have the same.
         min_p: drop tokens less likely than this fraction of the likeliest; 0 keeps all.
         repetition_penalty: divides positive and multiplies negative logits of tokens seen; None takes the
             generation_config's.

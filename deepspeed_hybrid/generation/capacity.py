@@ -9,6 +9,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from deepspeed_hybrid.autotp import outputs_of
 from deepspeed_hybrid.compat import layer_kinds, text_config, text_model
 from deepspeed_hybrid.generation.sampling import SamplingKind
 from deepspeed_hybrid.generation.state import DecodeState
@@ -50,7 +51,8 @@ def _itemsize(module: nn.Module) -> int:
 def _outputs(model: nn.Module, projection: nn.Module) -> int:
     config = text_config(model)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return getattr(projection, "out_features", config.num_key_value_heads * head_dim)
+    outputs = outputs_of(projection)
+    return config.num_key_value_heads * head_dim if outputs is None else outputs
 
 
 def cache_bytes(slot: SlotBytes, slots: int, capacity: int) -> int:

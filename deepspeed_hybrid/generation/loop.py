@@ -13,6 +13,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_hybrid.generation.arena import Arena
+from deepspeed_hybrid.generation.kept_prompt import KeptPrompt
 from deepspeed_hybrid.generation.prefill import prefill
 from deepspeed_hybrid.generation.progress import Progress
 from deepspeed_hybrid.generation.requests import Prompts, SamplingPlan
@@ -94,7 +95,7 @@ def run_rows(
         answers: filled in.
         stats: filled in.
         poll_every: steps between two looks at the stop flags, on a device that runs ahead of the host.
-        shared_prefill: prefill a prompt once for the samples that start together.
+        shared_prefill: prefill a prompt once for all of its samples.
         timed: synchronize around the stages and fill in their times.
         tail: says when to go on with fewer lanes.
         progress: is told of rows and tokens.
@@ -103,6 +104,7 @@ def run_rows(
     clock = StageClock(timed)
     scheduler = SlotScheduler(len(prompts.lengths) * plan.samples, slots)
     flags = StopFlags(state)
+    kept = KeptPrompt() if shared_prefill else None
     stats.slots = slots
     steps_left = 0
     with progress:
@@ -111,7 +113,7 @@ def run_rows(
             if placed:
                 with clock.stage(stats, "prefill_ms"):
                     forwards, replays = arena.model.forwards, arena.prefill_replays
-                    _admit(arena, prompts, plan, placed, shared_prefill)
+                    _admit(arena, prompts, plan, placed, kept)
                     stats.prefill_forwards += arena.model.forwards - forwards
                     stats.prefill_replays += arena.prefill_replays - replays
                 stats.refills += len(placed) if stats.admissions else 0
@@ -145,27 +147,47 @@ def run_rows(
 
 
 def _admit(
-    arena: Arena, prompts: Prompts, plan: SamplingPlan, placed: list[tuple[int, int]], shared_prefill: bool
+    arena: Arena, prompts: Prompts, plan: SamplingPlan, placed: list[tuple[int, int]], kept: KeptPrompt | None
 ) -> None:
-    """Prefill the new rows, fork shared prompts, choose every row's first token."""
+    """Prefill the new rows, fork shared prompts, choose every row's first token.
+
+    Args:
+        placed: slots and rows, the rows in the order in which they wait.
+        kept: the prompt that more samples wait for; None where each sample has a prefill of its own.
+    """
     slots = [slot for slot, _ in placed]
     requests = [row // plan.samples for _, row in placed]
     samples = [row % plan.samples for _, row in placed]
-    owners = _owners(requests) if shared_prefill else list(range(len(placed)))
+    owners = list(range(len(placed))) if kept is None else _owners(requests)
     first = sorted(set(owners))
     device = prompts.ids.device
 
-    wanted = [requests[index] for index in first]
-    everyone = wanted == list(range(len(prompts.lengths)))
-    logits = prefill(
-        arena.model,
-        arena.cache,
-        prompts.ids if everyone else prompts.ids.index_select(0, upload(wanted, device)),
-        [prompts.lengths[requests[index]] for index in first],
-        [slots[index] for index in first],
-        graphs=arena.prompts,
-        alone=plan.kind.invariant,
-    )
+    known, parts = kept is not None and kept.request == requests[0], []
+    if known:
+        kept.restore(arena.cache, slots[0])
+        parts.append(kept.logits)
+    new = first[1:] if known else first
+    if new:
+        wanted = [requests[index] for index in new]
+        everyone = wanted == list(range(len(prompts.lengths)))
+        parts.append(
+            prefill(
+                arena.model,
+                arena.cache,
+                prompts.ids if everyone else prompts.ids.index_select(0, upload(wanted, device)),
+                [prompts.lengths[request] for request in wanted],
+                [slots[index] for index in new],
+                graphs=arena.prompts,
+                alone=plan.kind.invariant,
+            )
+        )
+    logits = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if kept is not None:
+        last = placed[-1][1]
+        if (last + 1) % plan.samples == 0:
+            kept.drop()
+        elif kept.request != requests[-1]:
+            kept.keep(arena.cache, slots[owners[-1]], requests[-1], logits[-1:])
     copies = [index for index in range(len(placed)) if owners[index] != index]
     if copies:
         arena.cache.fork(
@@ -179,8 +201,8 @@ def _admit(
         requests, samples, [prompts.lengths[request] for request in requests], plan, plan.max_new_tokens, device
     )
     if plan.kind.penalised:
-        rows.seen = seen_tokens(prompts, requests, logits.shape[1])
-    advance(rows, logits, plan.kind, arena.choose, arena.truncate)
+        rows.seen = seen_tokens(prompts, requests, arena.model.vocab_size)
+    advance(rows, logits, plan.kind, arena.choose, arena.truncate, arena.model.shard)
     arena.state.store(upload(slots, device), rows)
 
 

@@ -12,6 +12,7 @@ from deepspeed_hybrid.cache.slot_cache import SlotCache
 from deepspeed_hybrid.compat import ModelCall
 from deepspeed_hybrid.generation.sampling import SamplingKind, penalise_repetition, truncate_alone
 from deepspeed_hybrid.generation.state import DecodeState
+from deepspeed_hybrid.ops.vocab_shard import VocabShard
 
 
 def decode_step(
@@ -51,16 +52,23 @@ def decode_step(
         mask = torch.arange(kv_length, device=position.device)[None, None, None, :] <= position[:, :, None, None]
     with cache.planned(plan):
         logits = model.logits(state.token[:, None], position, mask, cache)
-    advance(state, logits, kind, choose, truncate)
+    advance(state, logits, kind, choose, truncate, model.shard)
 
 
 def advance(
-    state: DecodeState, logits: torch.Tensor, kind: SamplingKind, choose: Callable, truncate: Callable
+    state: DecodeState,
+    logits: torch.Tensor,
+    kind: SamplingKind,
+    choose: Callable,
+    truncate: Callable,
+    shard: VocabShard | None,
 ) -> None:
-    """Turn logits [B, V] into the next token of every row in flight, with its logprob and the row's bookkeeping."""
+    """Turn logits [B, V], or this rank's share of them, into the next token of every row in flight, with its logprob
+    and the row's bookkeeping."""
     scores, temperature = logits, state.temperature
     if kind.penalised:
-        scores = penalise_repetition(scores, state.seen, state.penalty)
+        seen = state.seen if shard is None else shard.own(state.seen)
+        scores = penalise_repetition(scores, seen, state.penalty)
     if kind.truncated:
         alone = kind.invariant or len(scores) == 1
         arguments = (scores.float() / temperature[:, None], state.top_k, state.top_p_tail, state.min_p)

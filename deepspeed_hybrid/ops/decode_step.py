@@ -97,10 +97,28 @@ def decode_step_reference(
     sampled: bool,
 ) -> None:
     """What :func:`decode_step` does, in plain torch on any device."""
+    own_position = position + (~parked).long()
+    choice, logprob = choose_token(scores, raw_logits, temperature, seed, request, sample, own_position, sampled)
+    record_choice(choice, logprob, limit, stop_ids, token, position, length, parked, finish, tokens, logprobs)
+
+
+def record_choice(
+    choice: torch.Tensor,
+    logprob: torch.Tensor,
+    limit: torch.Tensor,
+    stop_ids: torch.Tensor,
+    token: torch.Tensor,
+    position: torch.Tensor,
+    length: torch.Tensor,
+    parked: torch.Tensor,
+    finish: torch.Tensor,
+    tokens: torch.Tensor,
+    logprobs: torch.Tensor,
+) -> None:
+    """Everything that :func:`decode_step` does once tokens [B] and logprobs [B] are chosen."""
     active = ~parked
     advance = active.long()
     position.add_(advance)
-    choice, logprob = choose_token(scores, raw_logits, temperature, seed, request, sample, position, sampled)
     choice = torch.where(active, choice, token)
     token.copy_(choice)
 

@@ -31,7 +31,7 @@ class SharedProduct:
         """Columns of layer ``index``, a view [..., outputs] of the product, handed out once and then forgotten."""
         if inputs is not self._inputs or index not in self._parts:
             self._inputs = inputs
-            self._parts = dict(enumerate(self.fused(inputs).split(self.fused.sizes, dim=-1)))
+            self._parts = dict(enumerate(self.fused.parts(inputs)))
         part = self._parts.pop(index)
         if not self._parts:
             self._inputs = None

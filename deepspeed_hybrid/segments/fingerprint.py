@@ -12,7 +12,14 @@ from typing import NamedTuple
 
 from torch import nn
 
-from deepspeed_hybrid.compat import adapter_state, attention_function, global_hooks, hooks_of, is_bookkeeping
+from deepspeed_hybrid.compat import (
+    adapter_state,
+    attention_function,
+    global_hooks,
+    hooks_of,
+    is_bookkeeping,
+    is_zero3_hook,
+)
 from deepspeed_hybrid.segments.gathered import address
 from deepspeed_hybrid.segments.known_forwards import helpers_of
 
@@ -65,7 +72,8 @@ def fingerprint(model: nn.Module) -> Fingerprint:
             if table:
                 places.extend([None if one is None else address(one) for one in table.values()])
         places.append(adapter_state(module))
-        held.append((module, type(module), type(module).forward, hooks_of(module)))
+        hooks = tuple(hook for hook in hooks_of(module) if not is_zero3_hook(hook))  # an engine's come and go
+        held.append((module, type(module), type(module).forward, hooks))
         if "q_proj" in own["_modules"]:
             held.append(helpers_of(module))
         values = [value for name, value in own.items() if TELLING[name]]

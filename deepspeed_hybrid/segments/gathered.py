@@ -75,6 +75,11 @@ class GatheredWeights:
         """Of copies of all parameters."""
         return sum(_shape(parameter).numel() * parameter.dtype.itemsize for parameter in self.model.parameters())
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks have a part of some parameter."""
+        return any(_ranks(parameter) > 1 for parameter in self.model.parameters())
+
     def check(self) -> None:
         """Raise a RuntimeError if the engine has stepped since the copies were gathered."""
         if self.step not in (None, self.engine.global_steps):

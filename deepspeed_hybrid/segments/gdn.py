@@ -18,6 +18,7 @@ from transformers.activations import ACT2FN
 from deepspeed_hybrid.compat import GdnKernels, gdn_kernels, text_model
 from deepspeed_hybrid.ops.gdn_decode import MAX_CONV_KERNEL
 from deepspeed_hybrid.segments.apply import Binding
+from deepspeed_hybrid.segments.head_parallel import HeadParallelGdn
 from deepspeed_hybrid.segments.known_forwards import GATED_DELTA_NET, has_known_forward, is_silu_gated_norm
 from deepspeed_hybrid.segments.prompts import PromptOps
 from deepspeed_hybrid.segments.weights import FusedLinear
@@ -37,7 +38,8 @@ def gdn_binding(module: nn.Module, fused: FusedLinear | None, gates: Callable, p
     plain_conv = module.activation in ("silu", "swish") and module.conv_kernel_size <= MAX_CONV_KERNEL
     conv = prompt.gdn_conv if plain_conv else None
     norm = prompt.gated_norm if is_silu_gated_norm(module.norm) else None
-    return Binding(module, partial(gdn_forward, module, gdn_kernels(module), fused, gates, conv, norm))
+    runs = fused if isinstance(fused, HeadParallelGdn) else module  # some of its heads, or all of them
+    return Binding(module, partial(gdn_forward, runs, gdn_kernels(module), fused, gates, conv, norm))
 
 
 def is_gdn(module: nn.Module) -> bool:
@@ -106,7 +108,7 @@ def project(module: nn.Module, fused: FusedLinear | None, hidden_states: torch.T
     """qkv [B, T, C], z [B, T, HV * DV], b and a [B, T, HV], from either layout of the input projections."""
     separate = hasattr(module, "in_proj_qkv")
     if fused is not None:
-        parts = fused(hidden_states).split(fused.sizes, dim=-1)
+        parts = fused.parts(hidden_states)
     else:
         names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a") if separate else ("in_proj_qkvz", "in_proj_ba")
         parts = tuple(getattr(module, name)(hidden_states) for name in names)

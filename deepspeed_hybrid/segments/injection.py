@@ -4,12 +4,13 @@
 """The segments of one model: planned once, fused over its weights, bound while it generates."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import nn
 
-from deepspeed_hybrid.compat import layer_kinds, text_model
-from deepspeed_hybrid.segments.apply import Binding, bound
+from deepspeed_hybrid.autotp import holds_shards, is_column_shard
+from deepspeed_hybrid.compat import is_zero3_hook, layer_kinds, text_model
+from deepspeed_hybrid.segments.apply import Binding, ModuleTables, bound
 from deepspeed_hybrid.segments.attention import attention_bindings
 from deepspeed_hybrid.segments.decoder_layer import (
     DecodeOps,
@@ -21,6 +22,7 @@ from deepspeed_hybrid.segments.decoder_layer import (
 )
 from deepspeed_hybrid.segments.gathered import GatheredWeights
 from deepspeed_hybrid.segments.gdn import check_scans, gdn_binding, is_gdn
+from deepspeed_hybrid.segments.head_parallel import HeadParallelGdn, head_parallel_obstacle
 from deepspeed_hybrid.segments.mlp import glu_binding
 from deepspeed_hybrid.segments.norm import as_rms_norm, rms_norm
 from deepspeed_hybrid.segments.plan import ATTENTION, GDN, GLU, Segment, plan_segments
@@ -32,10 +34,12 @@ from deepspeed_hybrid.segments.step_inputs import (
     rotary_binding,
     rotary_obstacle,
 )
+from deepspeed_hybrid.segments.tensor_parallel import GatheredLinear, fused_linear, head_binding
 from deepspeed_hybrid.segments.weights import PACKED, FusedLinear, WeightSyncReport, refresh, sync, timed
 
 WHOLE_MODEL = "model"  # in a report under ZeRO-3: every parameter is copied, in a segment or not
 
+SHARDED = "ranks share its weights"
 HEAD = -1  # the key of the last norm and the head, among layer numbers
 EMBEDDING, ROTARY = "embedding", "rotary"  # the keys of what is before the layers
 KERNELS = {EMBEDDING: "one launch with the first norm", ROTARY: "one launch for cos and sin"}
@@ -95,7 +99,7 @@ class Injection:
 
     def _fuse(self) -> None:
         """Make the fused weights from the parameters that the modules have, and the forwards that use them."""
-        self.fused = {segment.path: FusedLinear(segment.projections, self.may_move) for segment in self._chosen}
+        self.fused = {segment.path: self._product(segment) for segment in self._chosen}
         inputs = {id(segment.module): self.fused[segment.path] for segment in self._chosen if segment.kind == GDN}
         bindings = [
             gdn_binding(module, inputs.get(id(module)), self.gates, self.prompt)
@@ -110,9 +114,22 @@ class Injection:
                 bindings.extend(attention_bindings(segment.projections, fused))
         if isinstance(self.chain, DecodeOps):
             bindings.extend(self._chains(self.chain))
+        head = head_binding(self.model.get_output_embeddings())
+        bindings.extend([] if head is None else [head])
         if self.prompt.normed_rows is not None:
             bindings.extend(norm_binding(module, self.prompt.normed_rows) for module in self.norms)
         self.bindings = bindings
+
+    def _product(self, segment: Segment) -> FusedLinear:
+        """The fused projections of a segment; where ranks share the heads of a mixer, those of this rank's heads."""
+        shared = segment.kind == GDN and is_column_shard(segment.projections[0])
+        obstacle = head_parallel_obstacle(segment.module) if shared else None
+        if shared and obstacle is None:
+            return HeadParallelGdn(segment.module)
+        fused = fused_linear(segment.projections, self.may_move)
+        if isinstance(fused, GatheredLinear):
+            fused.why_all_heads = obstacle
+        return fused
 
     def _chains(self, ops: DecodeOps) -> list[Binding]:
         """Of what is before the layers, and of the decoder layers and the head that can be chains."""
@@ -170,7 +187,10 @@ class Injection:
             return dict.fromkeys([HEAD, *of_layer], reason)
         for segment in segments:
             of_layer[segment.layer].append(segment)
-        reasons = {index: decoder_layer_obstacle(layer, of_layer[index]) for index, layer in enumerate(decoder.layers)}
+        reasons = {
+            index: SHARDED if holds_shards(layer) else decoder_layer_obstacle(layer, of_layer[index])
+            for index, layer in enumerate(decoder.layers)
+        }
         return {HEAD: head_obstacle(self.model, decoder, self.model.get_output_embeddings()), **reasons}
 
     def _unfused_inputs(self, unchained: dict[int, str | None]) -> dict[str, str | None]:
@@ -194,8 +214,16 @@ class Injection:
     @contextmanager
     def bound(self) -> Iterator[None]:
         """The model with our forwards, and with gathered weights where there are any."""
-        with self.gathered.serving() if self.gathered is not None else nullcontext(), bound(self.bindings):
+        with self._tables(), bound(self.bindings):
             yield
+
+    def _tables(self) -> AbstractContextManager[None]:
+        """Under AutoTP an engine's hook compares the arguments of the first forward between ranks: of training's."""
+        if self.gathered is not None:
+            return self.gathered.serving()
+        if holds_shards(self.model):
+            return ModuleTables(self.model, dropped=is_zero3_hook).exchanged(lambda own: own)
+        return nullcontext()
 
     def check(self) -> None:
         """Gathered copies are served at the engine's step alone, and never refreshed unasked: ranks may disagree on
@@ -212,7 +240,16 @@ class Injection:
         self.check()
         if self.gathered is None:
             refresh(self.fused)
-        elif self.gathered.step is None:
+        self.gather_missing()
+
+    def take_part(self) -> None:
+        """For a rank whose call is refused: others, whose call is good, may wait for its share of the weights."""
+        if self.gathered is not None and self.gathered.is_shared:
+            self.gather_missing()
+
+    def gather_missing(self) -> None:
+        """Make gathered copies where there are none. A collective operation."""
+        if self.gathered is not None and self.gathered.step is None:
             try:
                 self._gather(self.gathered)
             except BaseException:
@@ -232,7 +269,9 @@ class Injection:
             gathered.allocate(groups)
             with gathered.serving():
                 self._fuse()
-        return gathered.gather() + refresh(self.fused)
+        copied = gathered.gather()
+        with gathered.serving():
+            return copied + refresh(self.fused)
 
     def _groups(self) -> list[list[nn.Parameter]]:
         layers = [segment.projections for segment in self._chosen]
@@ -259,8 +298,13 @@ class Injection:
         modes, table = self._modes(), []
         for segment in self.segments:
             kernel = "left alone" if segment.reason else "one product of " + " ".join(segment.names)
-            mode = "-" if segment.reason else modes[segment.path]
-            table.append((str(segment.layer), segment.kind, kernel, mode, segment.reason or ""))
+            mode, reason = "-" if segment.reason else modes[segment.path], segment.reason
+            fused = self.fused.get(segment.path)
+            if isinstance(fused, HeadParallelGdn):
+                kernel += ", of this rank's heads"
+            elif isinstance(fused, GatheredLinear):
+                reason = f"all heads run here: {fused.why_all_heads}"
+            table.append((str(segment.layer), segment.kind, kernel, mode, reason or ""))
         for index, reason in self.unchained.items():
             where = "head" if index == HEAD else str(index)
             table.append((where, "decode_step", "left alone" if reason else "one chain of ops", "-", reason or ""))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from deepspeed_hybrid.autotp import gathers, inputs_of, is_column_shard, is_plain, is_sharded
 from deepspeed_hybrid.compat import global_hooks, hooks_of, is_silu, text_model
 from deepspeed_hybrid.segments.gdn import is_gdn
 from deepspeed_hybrid.segments.known_forwards import MLP, has_known_forward
@@ -70,9 +71,11 @@ def _obstacle(module: nn.Module, kind: str, names: tuple[str, ...]) -> str | Non
     if kind == GLU and ("forward" in module.__dict__ or not has_known_forward(module, MLP)):
         return "it has a forward of its own"
     for name, projection in projections.items():
-        obstacle = linear_obstacle(name, projection)
+        obstacle = projection_obstacle(kind, name, projection)
         if obstacle:
             return obstacle
+    if len(set(map(is_sharded, projections.values()))) != 1:
+        return "ranks share some projections and not all"
     if len({projection.bias is None for projection in projections.values()}) != 1:
         return "some projections have a bias and some have none"
     if kind == GLU and any(projection.bias is not None for projection in projections.values()):
@@ -81,9 +84,18 @@ def _obstacle(module: nn.Module, kind: str, names: tuple[str, ...]) -> str | Non
         return f"activation {type(getattr(module, 'act_fn', None)).__name__} is not SiLU"
     if kind == GLU and hooks_of(module.act_fn):
         return "its activation has forward hooks"
-    if len({(projection.weight.dtype, projection.in_features) for projection in projections.values()}) != 1:
+    if len({(projection.weight.dtype, inputs_of(projection)) for projection in projections.values()}) != 1:
         return "projections differ in dtype or input size"
     return None
+
+
+def projection_obstacle(kind: str, name: str, projection: nn.Module) -> str | None:
+    """Why a projection cannot be part of a segment of this kind, or None."""
+    if not is_column_shard(projection):
+        return linear_obstacle(name, projection)
+    if gathers(projection) != (kind == GDN):
+        return f"{name} {'gathers' if kind != GDN else 'does not gather'} what its ranks have"
+    return None if is_plain(projection) else f"{name} has a forward or hooks of its own"
 
 
 def linear_obstacle(name: str, projection: nn.Module) -> str | None:

@@ -65,7 +65,7 @@ class FusedLinear:
     """
 
     def __init__(self, layers: list[nn.Linear], may_move: bool = True):
-        self.sizes = [layer.out_features for layer in layers]
+        self.sizes = [layer.weight.shape[0] for layer in layers]
         self._weight = FusedTensor([layer.weight for layer in layers], may_move)
         self._bias = None if layers[0].bias is None else FusedTensor([layer.bias for layer in layers], may_move)
 
@@ -94,6 +94,10 @@ class FusedLinear:
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., inputs] -> [..., sum of outputs]."""
         return nn.functional.linear(inputs, self.weight, self.bias)
+
+    def parts(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What each layer gives for [..., inputs]: views of one product."""
+        return self(inputs).split(self.sizes, dim=-1)
 
     def refresh(self) -> int:
         return sum(tensor.refresh() for tensor in self.tensors)

@@ -41,7 +41,7 @@ def accept(
     for index, scores in enumerate(logits):
         idle = state.parked | diverged
         row = replace(state, parked=idle.clone())
-        advance(row, scores, kind, choose, truncate)
+        advance(row, scores, kind, choose, truncate, None)
         state.parked.logical_or_(row.parked & ~idle)
         if index < drafts.shape[1]:
             diverged = diverged | (state.token != drafts[:, index])

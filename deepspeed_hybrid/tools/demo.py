@@ -21,7 +21,13 @@ from deepspeed_hybrid.tools.checks import training_obstacle
 from deepspeed_hybrid.tools.device import gpu_name, has_cuda
 from deepspeed_hybrid.tools.grpo import group_advantages, masked_mean, policy_loss
 from deepspeed_hybrid.tools.models import build_model, decay_slowly, demo_config
-from deepspeed_hybrid.tools.process import mean_over_ranks, quiet, start_distributed, stop_distributed
+from deepspeed_hybrid.tools.process import (
+    mean_over_ranks,
+    quiet,
+    sharing_obstacle,
+    start_distributed,
+    stop_distributed,
+)
 from deepspeed_hybrid.tools.task import ByteTokenizer, ReverseTask
 
 STEPS = 220
@@ -51,7 +57,9 @@ class StepResult:
         )
 
 
-def demo(steps: int | None, out: Path, seed: int, model_size: str) -> int:
+def demo(
+    steps: int | None, out: Path, seed: int, model_size: str, zero_stage: int = 1, tensor_parallel: int = 1
+) -> int:
     """Train, print a line a step, write ``demo.json`` and ``reward.png`` in ``out``; returns the exit code.
 
     Args:
@@ -59,9 +67,12 @@ def demo(steps: int | None, out: Path, seed: int, model_size: str) -> int:
         out: a folder, made if needed.
         seed: of weights, prompts and sampling.
         model_size: a key of ``DEMO_SIZES``.
+        zero_stage: of the engine.
+        tensor_parallel: how many of the launcher's processes share a model; the others train models of their own on
+            prompts of their own.
     """
     quiet()
-    obstacle = training_obstacle()
+    obstacle = training_obstacle() or sharing_obstacle(tensor_parallel)
     if obstacle:
         print(f"the demo cannot train here: {obstacle}")
         return 1
@@ -69,7 +80,8 @@ def demo(steps: int | None, out: Path, seed: int, model_size: str) -> int:
         torch.set_num_threads(1)  # the tensors are small: more threads would only wait for each other
     start_distributed()
     try:
-        rows = Trainer(STEPS if steps is None else steps, seed, model_size).run()
+        trainer = Trainer(STEPS if steps is None else steps, seed, model_size, zero_stage, tensor_parallel)
+        rows = trainer.run()
         return _conclude(rows, out) if deepspeed.comm.get_rank() == 0 else 0
     finally:
         stop_distributed()
@@ -78,11 +90,13 @@ def demo(steps: int | None, out: Path, seed: int, model_size: str) -> int:
 class Trainer:
     """Engine, rollout and task of one run."""
 
-    def __init__(self, steps: int, seed: int, model_size: str):
+    def __init__(self, steps: int, seed: int, model_size: str, zero_stage: int, tensor_parallel: int):
         self.steps, self.seed, self.rank = steps, seed, deepspeed.comm.get_rank()
+        self.zero_stage, self.tensor_parallel = zero_stage, tensor_parallel
         self.tokenizer = ByteTokenizer()
         self.task = ReverseTask(self.tokenizer)
-        self.prompt_seed = torch.Generator().manual_seed(seed * 1000003 + self.rank)
+        replica = self.rank // tensor_parallel  # processes that share a model see the same prompts
+        self.prompt_seed = torch.Generator().manual_seed(seed * 1000003 + replica)
         self.engine = self._make_engine(model_size)
         self.rollout = HybridEngineRollout(self.engine, self.tokenizer)
 
@@ -100,7 +114,8 @@ class Trainer:
             lr_scheduler=lambda optimizer: LambdaLR(optimizer, self._learning_rate_factor),
             config={
                 "train_micro_batch_size_per_gpu": PROMPTS * SAMPLES,
-                "zero_optimization": {"stage": 1},
+                "zero_optimization": {"stage": self.zero_stage},
+                "tensor_parallel": {"autotp_size": self.tensor_parallel if self.tensor_parallel > 1 else 0},
                 "zero_allow_untested_optimizer": True,
                 "bf16": {"enabled": has_cuda()},  # with fp32 master weights
                 "gradient_clipping": 1.0,
@@ -117,7 +132,9 @@ class Trainer:
         if self.rank == 0:
             print(
                 f"reverse three letters, {PROMPTS} prompts x {SAMPLES} samples a step, on "
-                f"{gpu_name() or 'CPU'} in {'bf16' if has_cuda() else 'fp32'}\n{self.rollout.describe()}"
+                f"{gpu_name() or 'CPU'} in {'bf16' if has_cuda() else 'fp32'}; processes: "
+                f"{deepspeed.comm.get_world_size()}, of which {self.tensor_parallel} to a model, ZeRO stage "
+                f"{self.zero_stage}\n{self.rollout.describe()}"
             )
         with self.rollout, tqdm(range(1, self.steps + 1), disable=self.rank != 0, unit="step") as progress:
             for step in progress:
@@ -171,7 +188,7 @@ class Trainer:
         return RolloutRequest(ids.to(device), mask.to(device))
 
     def _sampling(self, step: int) -> SamplingConfig:
-        seed = (self.seed * 1000003 + step) * 1009 + self.rank
+        seed = (self.seed * 1000003 + step) * 1009  # every model's rollout has noise of its own under it
         return SamplingConfig(
             max_new_tokens=self.task.answer_width, temperature=1.0, n_samples_per_prompt=SAMPLES, seed=seed
         )

@@ -22,12 +22,23 @@ def start_distributed() -> None:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    if os.environ.get("WORLD_SIZE") == "1":
-        # DeepSpeed would compile a shared-memory collective first; one process has no use for it.
+    if os.environ.get("WORLD_SIZE") == "1" or not has_cuda():
+        # DeepSpeed would compile a shared-memory collective first; tensors are too small here to have a use for it.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if has_cuda():
         get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     deepspeed.init_distributed(dist_backend="nccl" if has_cuda() else "gloo", auto_mpi_discovery=False)
+
+
+def sharing_obstacle(tensor_parallel: int) -> str | None:
+    """Why the launcher's processes cannot share models by so many, or None."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes % tensor_parallel == 0:
+        return None
+    return (
+        f"--tensor-parallel {tensor_parallel} does not divide the number of processes, which is {processes}; start "
+        f"them with a launcher: torchrun --nproc-per-node {tensor_parallel} -m deepspeed_hybrid demo ..."
+    )
 
 
 def stop_distributed() -> None:

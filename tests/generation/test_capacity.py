@@ -54,7 +54,9 @@ def needed(bench, slots: int) -> int:
     """Bytes of a call with so many slots."""
     arena = rollout_of(bench.model)._arena
     rows = len(LENGTHS) * SAMPLES
-    return arena.needed(slots, max(LENGTHS) + NEW_TOKENS) + rows * NEW_TOKENS * capacity.ANSWER_BYTES
+    tokens = max(LENGTHS) + NEW_TOKENS
+    kept = arena.slot_bytes(tokens) if slots < rows else 0  # a prompt that some samples wait for
+    return arena.needed(slots, tokens) + rows * NEW_TOKENS * capacity.ANSWER_BYTES + kept
 
 
 # ---------------------------------------------------------------------------------------------------------- estimates

@@ -1,14 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""Two processes share a ZeRO-3 engine and answer prompts of their own; run as a script, this file is one of them."""
-
-import os
-import socket
-import subprocess
-import sys
-import warnings
-from datetime import timedelta
+"""Two ranks of a ZeRO-3 engine with parameters that do not divide evenly, over several steps."""
 
 import deepspeed
 import pytest
@@ -19,7 +12,8 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from deepspeed_hybrid import HybridEngineRollout, RolloutRequest, SamplingConfig
 
-NEW_TOKENS, TIMEOUT = 12, timedelta(seconds=60)
+pytestmark = pytest.mark.xdist_group("two_ranks")
+NEW_TOKENS = 12
 
 
 def odd_model() -> torch.nn.Module:
@@ -34,10 +28,9 @@ def odd_model() -> torch.nn.Module:
     return model.eval()
 
 
-def main(rank: int) -> None:
-    torch.set_num_threads(1)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, timeout=TIMEOUT)
+def odd_shares() -> list:
+    """Asserts that answers follow every step; how long they were."""
+    rank, lengths = torch.distributed.get_rank(), []
     plain, model = odd_model(), odd_model().train()
     engine = deepspeed.initialize(
         model=model,
@@ -68,40 +61,11 @@ def main(rank: int) -> None:
         plain.load_state_dict(weights, strict=False)
         stops = set(sampling.stop_token_ids)
         assert_same_answers(batch, [solo(plain, prompt(prompts, row), NEW_TOKENS, stops) for row in range(2)])
-        print(f"step {step} answers {batch.response_lengths.tolist()}", flush=True)
-    torch.distributed.destroy_process_group()
+        lengths.append(batch.response_lengths.tolist())
+    return lengths
 
 
-@pytest.mark.slow
-def test_two_ranks_answer_their_own_prompts():
+def test_two_ranks_answer_their_own_prompts(replicas):
     """Each stops when its rows end, and calls generate() as often as it likes; only a sync is collective."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__],
-            env={
-                **os.environ,
-                **dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2"),
-                **dict(RANK=str(rank), LOCAL_RANK=str(rank), PYTHONPATH=os.pathsep.join(sys.path)),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n\n".join(outputs)
-    steps = [[line for line in output.splitlines() if line.startswith("step ")] for output in outputs]
-    assert len(steps[0]) == len(steps[1]) == 3 and steps[0] != steps[1], "ranks are to stop at different times"
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")  # those of other packages
-    main(int(os.environ["RANK"]))
+    first, second = replicas.run("parallel.test_odd_shares:odd_shares")
+    assert first != second, "ranks are to stop at different times"

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""What ranks need of one another while they generate."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import deepspeed
+import torch
+import torch.distributed
+
+
+def everyones(mine: torch.Tensor, group) -> torch.Tensor:
+    """[ranks, ...]: what each rank of ``group`` passes, of one shape. A collective operation."""
+    ranks = deepspeed.comm.get_world_size(group=group)
+    every = mine.new_empty((ranks * mine.shape[0], *mine.shape[1:]))
+    deepspeed.comm.all_gather_into_tensor(every, mine.contiguous(), group=group)
+    return every.view(ranks, *mine.shape)
+
+
+def capture_obstacle(group) -> str | None:
+    """Why what goes between the ranks of a group cannot be part of a CUDA graph, or None."""
+    backend = torch.distributed.get_backend(group)
+    return None if backend == "nccl" else f"collective operations of the backend {backend!r} cannot be captured"
+
+
+def waits_are_bounded(group) -> bool:
+    """Whether :func:`bounded_waits` has an effect."""
+    return _gloo(group) is not None
+
+
+@contextmanager
+def bounded_waits(group, seconds: float) -> Iterator[None]:
+    """Inside, a rank that waits longer than this for another raises, where the backend is gloo; NCCL's own watchdog
+    ends processes after the time that the group was made with."""
+    backend = _gloo(group)
+    if backend is None:
+        yield
+        return
+    before = backend.options._timeout
+    backend._set_default_timeout(min(before, timedelta(seconds=seconds)))
+    try:
+        yield
+    finally:
+        backend._set_default_timeout(before)
+
+
+def _gloo(group):
+    """The group's backend for tensors on a CPU, where that is gloo; else None."""
+    cpu = torch.device("cpu")
+    backend = group._get_backend(cpu) if cpu in group._device_types else None
+    return backend if isinstance(backend, torch.distributed.ProcessGroupGloo) else None
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective operation failed since another rank did not take part."""
+    known = isinstance(error, torch.distributed.DistError)
+    return known or isinstance(error, RuntimeError) and "gloo" in str(error)
+
+
+def post(key: str, text: str) -> None:
+    """Leave a message for the other ranks of the job, past any collective operation, if there is still a way."""
+    with suppress(torch.distributed.DistError):
+        torch.distributed.distributed_c10d._get_default_store().set(key, text)
+
+
+def posted(key: str) -> str | None:
+    """The message that was left; None: there is none, or whoever kept them is gone."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    try:
+        return store.get(key).decode() if store.check([key]) else None
+    except torch.distributed.DistError:
+        return None

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Ranks that share a model start together, sample alike, and fail together."""
+
+import os
+import time
+
+import pytest
+import torch
+from harness import answers
+from models import ragged_prompts
+from tensor_parallel_cases import PROMPTS, answer, engine_over, hybrid, plain, rollout_over
+
+from deepspeed_hybrid import RolloutRequest, SamplingConfig
+from deepspeed_hybrid.generation import peers
+
+pytestmark = pytest.mark.xdist_group("two_ranks")
+HERE = "parallel.test_peers"
+MOST_SECONDS = 10
+
+
+def rank() -> int:
+    return torch.distributed.get_rank()
+
+
+def tokens_of(batch) -> list:
+    return [row.tolist() for row in answers(batch)]
+
+
+def shared_rollout(model=plain, **options):
+    return rollout_over(engine_over(model().train()), **options)
+
+
+# --------------------------------------------------------------------------------------------------------------- seeds
+
+
+def drawn_seeds(shared: bool) -> list:
+    """Answers without a seed, ranks' generators being at different numbers; and with one."""
+    rollout = rollout_over(engine_over(plain().train(), shared=shared))
+    torch.manual_seed(rank() if shared else 5)
+    request, options = RolloutRequest(*ragged_prompts(PROMPTS)), dict(max_new_tokens=12, temperature=1.0)
+    free = [tokens_of(rollout.generate(request, SamplingConfig(**options))) for _ in range(2)]
+    seeded = [tokens_of(rollout.generate(request, SamplingConfig(**options, seed=seed))) for seed in (7, -7, 7)]
+    assert free[0] != free[1] and seeded[0] != seeded[1] and seeded[0] == seeded[2]
+    return [free, seeded[0]]
+
+
+def test_peers_draw_the_same_noise(ranks):
+    first, second = ranks.run(f"{HERE}:drawn_seeds", shared=True)
+    assert first == second
+
+
+def test_replicas_draw_noise_of_their_own(replicas):
+    """Also where their generators, or the seeds that they are given, are the same."""
+    first, second = replicas.run(f"{HERE}:drawn_seeds", shared=False)
+    for one, other in zip([*first[0], first[1]], [*second[0], second[1]], strict=True):
+        assert all(row != row_of_other for row, row_of_other in zip(one, other, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------------ failures
+
+
+def refused_call(fault: str) -> list:
+    """One rank is asked for something else or for what is refused; afterwards all is as it was."""
+    rollout = shared_rollout()
+    before = answer(rollout, 5, temperature=1.0)
+    ids, mask = ragged_prompts(PROMPTS)
+    sampling = SamplingConfig(max_new_tokens=5, temperature=1.0, seed=rank() if fault == "seed" else 3)
+    if rank() == 1 and fault == "prompt":
+        ids[0, -1] += 1
+    if rank() == 1 and fault == "bad":
+        mask[0] = 0
+    with pytest.raises((ValueError, RuntimeError)) as refused:
+        rollout.generate(RolloutRequest(ids, mask), sampling)
+    assert torch.equal(answer(rollout, 5, temperature=1.0).input_ids, before.input_ids)
+    return [type(refused.value).__name__, str(refused.value)]
+
+
+@pytest.mark.parametrize("fault", ["prompt", "seed"])
+def test_peers_that_are_asked_for_different_things_refuse(ranks, fault):
+    for kind, message in ranks.run(f"{HERE}:refused_call", fault=fault):
+        assert kind == "ValueError" and "same request and sampling" in message and "rank 1" in message
+
+
+def test_call_that_one_rank_refuses_is_refused_by_all(ranks):
+    (first, message), (second, own) = ranks.run(f"{HERE}:refused_call", fault="bad")
+    assert first == "RuntimeError" and "rank 1" in message and "refused" in message
+    assert second == "ValueError" and "all padding" in own
+
+
+def failing(where: str, patience: float) -> list:
+    """Rank 0 fails at some point of generate(); what each rank raises, when, and what it says of a further call."""
+    peers.PATIENCE = patience
+    rollout = shared_rollout(hybrid)
+    answer(rollout, 3, temperature=0.0)
+    calls = []
+
+    def fail(original):
+        def run(*args, **kwargs):
+            calls.append(1)
+            if rank() == 0 and len(calls) == 3:
+                raise OSError("the disk is full")
+            return original(*args, **kwargs)
+
+        return run
+
+    if where == "forward":
+        rollout._paths.call.logits = fail(rollout._paths.call.logits)
+    else:
+        first = next(iter(rollout._injection.fused.values()))
+        first.refresh = fail(first.refresh)
+        calls += [1, 1]
+    begun = time.monotonic()
+    with pytest.raises((OSError, RuntimeError)) as raised:
+        answer(rollout, 20, temperature=0.0)
+    seconds = time.monotonic() - begun
+    assert all("forward" not in module.__dict__ for module in rollout.engine.module.modules())
+    assert rollout.engine.module.training
+    with pytest.raises(RuntimeError) as again:
+        answer(rollout, 20, temperature=0.0)
+    return [type(raised.value).__name__, str(raised.value), seconds, str(again.value)]
+
+
+@pytest.mark.parametrize("where, patience", [("forward", peers.PATIENCE), ("refresh", 2.0)])
+def test_rank_that_fails_ends_the_others(ranks, where, patience):
+    (first, own, early, once_more), (second, told, late, again) = ranks.run(
+        f"{HERE}:failing", where=where, patience=patience
+    )
+    ranks.stop()  # they cannot speak to one another any more
+    assert first == "OSError" and own == "the disk is full" and early < 2
+    assert second == "RuntimeError" and "rank 0 raised OSError: the disk is full" in told and late < MOST_SECONDS
+    assert "were separated" in again and "were separated" in once_more and "rank 1 was waiting" in once_more
+
+
+def dying() -> list:
+    """Rank 0 ends in the midst of generate(), and with it the store of messages."""
+    rollout = shared_rollout()
+    original = rollout._paths.call.logits
+
+    def end(*args):
+        if rank() == 0:
+            os._exit(1)
+        return original(*args)
+
+    rollout._paths.call.logits = end
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError) as raised:
+        answer(rollout, 6, temperature=0.0)
+    return [str(raised.value), time.monotonic() - begun]
+
+
+def test_rank_that_dies_ends_the_others(ranks):
+    first, second = ranks.replies(f"{HERE}:dying", deaths=True)
+    ranks.stop()
+    message, seconds = second["result"]
+    assert first == {"error": "died"} and "has failed on all ranks" in message and seconds < MOST_SECONDS
+
+
+def failing_alike() -> list:
+    """Every rank fails at the same point: nobody waits for another, and the next call is right."""
+    rollout = shared_rollout()
+    before = answer(rollout, 6, temperature=0.0)
+    original, calls = rollout._paths.call.logits, []
+
+    def fail(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise OSError("the disk is full")
+        return original(*args)
+
+    rollout._paths.call.logits = fail
+    begun = time.monotonic()
+    with pytest.raises(OSError):
+        answer(rollout, 6, temperature=0.0)
+    return [time.monotonic() - begun, torch.equal(answer(rollout, 6, temperature=0.0).input_ids, before.input_ids)]
+
+
+def test_peers_that_fail_alike_go_on(ranks):
+    for seconds, same in ranks.run(f"{HERE}:failing_alike"):
+        assert seconds < 3 and same
