@@ -208,6 +208,8 @@ def _shapes(text: str) -> list[tuple[int, int]]:
 
 def _demo(options: argparse.Namespace) -> int:
     if options.speculative is not None:
+        if options.tensor_parallel > 1 or options.zero_stage != 1:
+            raise ValueError("--speculative goes without an engine: neither with --tensor-parallel nor --zero-stage")
         return speculative_demo(options.steps, options.out, options.seed, options.model_size)
     return demo(
         steps=options.steps,

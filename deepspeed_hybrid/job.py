@@ -111,8 +111,8 @@ def fitting_slots(
     asked: int | str | None,
     shared_prefill: bool,
 ) -> tuple[int, bool]:
-    """``slots``, or with a ``continuous_batch_size`` of 'auto' as many of them as there is memory for; and whether there
-    is some for a prompt that samples wait for, who else run it again.
+    """``slots``, or with a ``continuous_batch_size`` of 'auto' as many of them as there is memory for; and whether
+    there is some for a prompt that samples wait for, who else run it again.
 
     Activations are not estimated: what is refused cannot fit, and what is not may still be too much.
 

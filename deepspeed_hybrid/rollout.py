@@ -30,8 +30,8 @@ from deepspeed_hybrid.generation.tail import TailShrink
 from deepspeed_hybrid.job import Job, check_job
 from deepspeed_hybrid.paths import Paths, resolve_paths
 from deepspeed_hybrid.profile import continuous_stats, profile
-from deepspeed_hybrid.segments.apply import surely
 from deepspeed_hybrid.segments.fingerprint import fingerprint
+from deepspeed_hybrid.segments.modes import evaluating
 from deepspeed_hybrid.segments.weights import WeightSyncReport
 from deepspeed_hybrid.speculation import make_speculation
 
@@ -42,11 +42,6 @@ PROMPT_GRAPHS = 4  # graphs of prompts to one of a decode step: prompts come in 
 def _say_once(line: str) -> None:
     """A slower path says why, once a process."""
     logger.warning(f"deepspeed_hybrid: {line}")
-
-
-def _set_modes(modes: list[tuple[dict, bool]]) -> None:
-    for held, mode in modes:
-        held["training"] = mode
 
 
 class HybridEngineRollout(RolloutEngine):
@@ -230,7 +225,6 @@ class HybridEngineRollout(RolloutEngine):
     @contextmanager
     def _generating(self) -> Iterator[None]:
         """The model in evaluation mode with our forwards bound; all of it is undone on exit."""
-        modes = [(held, held["training"]) for held in self._tables]
         with (
             torch.inference_mode(False),
             torch.no_grad(),
@@ -239,12 +233,9 @@ class HybridEngineRollout(RolloutEngine):
             self._injection.bound(),
             dense_mask_attention(self._configs),
             nullcontext() if self._speculation is None else self._speculation.watching(self._paths.call),
+            evaluating(self._tables),
         ):
-            try:
-                _set_modes([(held, False) for held, _ in modes])
-                yield
-            finally:
-                surely(lambda: _set_modes(modes))
+            yield
 
     def _prepare(self, request: RolloutRequest, sampling: BaseSamplingConfig) -> Job:
         """Check everything, change nothing."""
