@@ -53,9 +53,11 @@ def profile(
 def continuous_stats(stats: LoopStats, arena: Arena, lengths: list[int], peak_length: int, total_ms: float) -> dict:
     """The dict of ``get_last_continuous_stats()``. Trimming fields are there for DeepSpeed's users and stay zero."""
     tokens = sum(lengths)
-    useful_steps = tokens - len(lengths)  # a row's first token comes from its prefill
+    # A row's first token comes from its prefill, and several may come from a speculative step.
+    steps = [min(length - 1, stats.retired_at[row] - stats.admitted_at[row]) for row, length in enumerate(lengths)]
+    useful_steps = sum(steps)
     behind = [max(0, stats.queued_steps - stats.admitted_at[row]) for row in range(len(lengths))]
-    queued = sum(min(length - 1, steps) for length, steps in zip(lengths, behind, strict=True))
+    queued = sum(map(min, steps, behind))
     return {
         "cache_capacity": arena.kv_length,
         "peak_cache_length": peak_length,

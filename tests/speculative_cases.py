@@ -122,9 +122,13 @@ class Schedule:
 
     def __init__(self, *blocks: int):
         self.blocks, self.steps = blocks, 0
+        self.most_tokens = max(blocks)
 
     def begin(self) -> None:
         """It goes on where it was."""
+
+    def disturb(self) -> None:
+        """It measures nothing."""
 
     def record(self, lanes: int, tokens: int, counts: torch.Tensor) -> None:
         """It knows already."""

@@ -54,6 +54,10 @@ class StepMaker(Protocol):
     def cache_bytes(self, slots: int, capacity: int) -> int:
         """What it hangs on a cache of this size."""
 
+    @property
+    def most_tokens(self) -> int:
+        """Of a row in a step, whose logits are all there at once."""
+
 
 class Arena:
     """Cache, state and captured steps. It grows when a call needs more, and then captures anew.
@@ -142,7 +146,9 @@ class Arena:
 
     def slot_bytes(self, tokens: int) -> int:
         """Of one slot that has room for so many tokens."""
-        return SlotBytes.of(self.model.model, self.state_dtype).total(length_bucket(tokens))
+        capacity = length_bucket(tokens)
+        hung = 0 if self.speculation is None else self.speculation.cache_bytes(0, capacity)  # of scratch alone
+        return SlotBytes.of(self.model.model, self.state_dtype).total(capacity) + hung
 
     def _bytes(self, slots: int, capacity: int, kind: SamplingKind) -> int:
         slot = SlotBytes.of(self.model.model, self.state_dtype)
@@ -155,7 +161,9 @@ class Arena:
 
     def _logits_bytes(self, lanes: int, kind: SamplingKind) -> int:
         sorts = self.truncate is not truncate_scores or self.device.type == "cpu"
-        return logits_bytes(lanes, self.model.vocab_size, self.model.embedding.weight.dtype.itemsize, kind, sorts)
+        itemsize, vocab_size = self.model.embedding.weight.dtype.itemsize, self.model.vocab_size
+        others = 0 if self.speculation is None else self.speculation.most_tokens - 1
+        return logits_bytes(lanes, vocab_size, itemsize, kind, sorts) + others * lanes * vocab_size * itemsize
 
     def _grown(self) -> tuple[int, int]:
         """Slots and capacity that hold this call, and the largest so far too, unless the two have little in common.

@@ -69,6 +69,7 @@ class LoopStats:
     decode_ms: float = 0.0
     queued_steps: int = 0  # decode forwards before the last row had its slot
     admitted_at: dict[int, int] = field(default_factory=dict)  # row -> decode forwards before it had its slot
+    retired_at: dict[int, int] = field(default_factory=dict)  # and when it was seen to have ended
     occupied: list[int] = field(default_factory=list)
 
 
@@ -145,6 +146,7 @@ def run_rows(
             finished = flags.finished(scheduler.occupants, wait_for_all=steps_left == 0)
             if finished:
                 rows = [scheduler.retire(slot) for slot in finished]
+                stats.retired_at.update((row, stats.decode_forwards) for row in rows)
                 answers.take(state, finished, rows)
                 progress.add(rows=len(rows))
                 yield rows

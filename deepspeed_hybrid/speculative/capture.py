@@ -43,7 +43,9 @@ class FeatureCapture:
             self._buffer, self._seen = None, 0
 
     def _take(self, column: int, index: int, module: nn.Module, inputs, output) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
+        if torch._C._current_graph_task_id() != -1:
+            return  # a checkpointed layer, run once more by a backward pass
+        hidden = (output[0] if isinstance(output, tuple) else output).detach()  # else the buffer keeps every graph
         width = hidden.shape[-1]
         shape = (*hidden.shape[:-1], width * len(self.layer_ids))
         if self._buffer is None or self._buffer.shape != shape or self._buffer.dtype != hidden.dtype:

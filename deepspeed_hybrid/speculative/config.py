@@ -110,8 +110,8 @@ class DraftConfig:
             return value
 
         def either(name: str):
-            """Of the nested settings first."""
-            return nested.get(name, raw.get(name))
+            """Of the nested settings first; null is as good as nothing."""
+            return raw.get(name) if nested.get(name) is None else nested[name]
 
         layers, heads = needed("num_hidden_layers"), needed("num_attention_heads")
         targets = either("num_target_layers")
@@ -122,7 +122,7 @@ class DraftConfig:
         if block is None:
             raise ValueError("the draft's config.json must have block_size, on top or in dflash_config")
         types, window = _layer_types(raw, nested, layers)
-        causal = raw.get("is_causal", nested.get("causal"))
+        causal = nested.get("causal") if raw.get("is_causal") is None else raw["is_causal"]
         head_dim = raw.get("head_dim") or needed("hidden_size") // heads
         return cls(
             hidden_size=needed("hidden_size"),
@@ -136,7 +136,7 @@ class DraftConfig:
             mask_token_id=mask,
             vocab_size=needed("vocab_size"),
             rope=rope_settings(raw, head_dim),
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rms_norm_eps=1e-6 if raw.get("rms_norm_eps") is None else raw["rms_norm_eps"],
             attention_bias=bool(raw.get("attention_bias", False)),
             num_target_layers=targets,
             layer_types=types,

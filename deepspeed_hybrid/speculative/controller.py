@@ -10,7 +10,9 @@ from typing import Protocol
 import torch
 
 PERIOD = 8  # steps of one length between two looks: a look waits for the device
+PATIENCE = 3  # periods in which something else ran, before the time of one is taken all the same
 PROBE_PERIODS = 16  # periods of one length before the runner-up is tried again, since acceptance and times change
+THOROUGH = 4  # probes to one of the length that was not tried for longest: its time may have been an accident
 KEEP = 0.7  # of what was known, in a running mean
 GAIN = 1.05  # another length must promise this much more
 
@@ -18,11 +20,16 @@ GAIN = 1.05  # another length must promise this much more
 class Controller(Protocol):
     """Decides on the host, before a step."""
 
+    most_tokens: int  # of any block
+
     def begin(self) -> None:
         """A call begins: what came before it was no step."""
 
     def tokens(self, lanes: int) -> int:
         """Of the next block over so many lanes, the anchor among them; 1 is a plain step."""
+
+    def disturb(self) -> None:
+        """Something other than steps takes time: a prompt, or what a caller does between rows."""
 
     def record(self, lanes: int, tokens: int, counts: torch.Tensor) -> None:
         """What came out of a step: ``counts`` [B] int64 tokens of each row, 0 for parked ones."""
@@ -39,10 +46,13 @@ class FixedBlock:
     """
 
     def __init__(self, block: int):
-        self.block = block
+        self.block = self.most_tokens = block
 
     def begin(self) -> None:
         """It has nothing to measure."""
+
+    def disturb(self) -> None:
+        """Nor to spoil."""
 
     def tokens(self, lanes: int) -> int:
         return self.block
@@ -59,7 +69,8 @@ class PayingBlock:
 
     Steps come in periods of one length. At the end of each its time a step, for that many lanes, and the share of
     right drafts at each place, given those before it, are taken into running means. Each length is tried once, and the
-    best of the others again now and then; where plain steps are best, that is speculation switched off.
+    best of the others again now and then, rarely any; where plain steps are best, that is speculation switched off.
+    The first step of a length, which compiles kernels, and periods with something else in them do not count.
 
     Times differ from run to run, so lengths do, and with them the last bits of logprobs; tokens do not.
 
@@ -70,16 +81,24 @@ class PayingBlock:
 
     def __init__(self, lengths: tuple[int, ...], clock: Callable[[], float] = time.perf_counter):
         self.lengths, self.clock = tuple(sorted(lengths)), clock
+        self.most_tokens = self.lengths[-1]
         self.seconds: dict[tuple[int, int], float] = {}  # (lanes, length) -> of a step
         self.rates: list[float | None] = [None] * max(lengths)  # of place i in a block: right, given those before
         self._length: dict[int, int] = {}  # lanes -> settled on
         self._settled: dict[int, int] = {}  # lanes -> periods since the last probe
+        self._tried: dict[tuple[int, int], None] = {}  # of (lanes, length), the latest last
+        self._probes = 0
+        self._spoiled = 0  # periods in a row whose time was not taken
         self.begin()
 
     def begin(self) -> None:
         self._current: tuple[int, int] | None = None
-        self._steps = 0
+        self._steps = self._unmeasured = 0
+        self._disturbed = False
         self._reached: torch.Tensor | None = None
+
+    def disturb(self) -> None:
+        self._disturbed = self._current is not None
 
     def tokens(self, lanes: int) -> int:
         if self._current is None or self._current[0] != lanes:
@@ -93,15 +112,26 @@ class PayingBlock:
         reached = (counts > places).sum(dim=1)
         self._reached = reached if self._reached is None else self._reached + reached
         self._steps += 1
+        if self._steps == 1 and (lanes, tokens) not in self.seconds:
+            self._reached.tolist()  # waits for the device
+            self._start, self._unmeasured, self._disturbed = self.clock(), 1, False
         if self._steps == PERIOD:
             self._learn(lanes, tokens, self._reached.tolist())
             self.begin()
 
     def _learn(self, lanes: int, tokens: int, reached: list[int]) -> None:
-        """Reading ``reached`` has waited for the device, so that the clock has what the steps took."""
-        spent = (self.clock() - self._start) / PERIOD
+        """Reading ``reached`` has waited for the device, so that the clock has what the steps took.
+
+        Times err upwards alone: a shorter one is believed at once.
+        """
+        spent = (self.clock() - self._start) / (PERIOD - self._unmeasured)
         known = self.seconds.get((lanes, tokens))
-        self.seconds[lanes, tokens] = spent if known is None else KEEP * known + (1 - KEEP) * spent
+        self._spoiled = self._spoiled + 1 if self._disturbed else 0
+        if not self._disturbed or self._spoiled > PATIENCE:
+            self._spoiled = 0
+            self.seconds[lanes, tokens] = spent if known is None else min(spent, KEEP * known + (1 - KEEP) * spent)
+            self._tried.pop((lanes, tokens), None)
+            self._tried[lanes, tokens] = None  # last now
         for place in range(1, tokens):
             if reached[place - 1]:
                 rate, old = reached[place] / reached[place - 1], self.rates[place]
@@ -134,6 +164,9 @@ class PayingBlock:
         if self._settled[lanes] > PROBE_PERIODS and len(ranked) > 1:
             self._settled[lanes] = 0
             others = [length for length in ranked if length != now]
+            self._probes += 1
+            if self._probes % THOROUGH == 0:
+                return next(length for count, length in self._tried if count == lanes and length != now)
             return others[0]
         return now
 

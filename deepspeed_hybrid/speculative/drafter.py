@@ -66,6 +66,8 @@ class DFlashDrafter:
 
     # ----------------------------------------------------------------------------------------------------- weights
 
+    @torch.inference_mode(False)  # whoever makes it there may refresh() it elsewhere
+    @torch.no_grad()
     def _serve(self) -> None:
         """Make the copy, as the target is now."""
         weight = self.call.embedding.weight
@@ -84,6 +86,7 @@ class DFlashDrafter:
             self._bias = torch.cat([projection.bias for projection in projections])
         self._key_norms = torch.stack([one.k_norm.weight for one in attentions])
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the source's weights, in place: every address stays."""
@@ -178,4 +181,5 @@ class DFlashDrafter:
         hidden = self.draft.block(embeddings, positions, attend)
         # Not the head's forward: while the target generates it holds the target's last norm too.
         head = self.call.model.get_output_embeddings()
-        return F.linear(hidden[:, 1:], head.weight, head.bias).argmax(dim=-1)
+        # A head may have more rows than the embedding, which has to read these.
+        return F.linear(hidden[:, 1:], head.weight, head.bias)[..., : self.call.known_ids].argmax(dim=-1)

@@ -46,6 +46,10 @@ class Speculation:
     def cache_bytes(self, slots: int, capacity: int) -> int:
         return self.drafter.cache_bytes(slots, capacity)
 
+    @property
+    def most_tokens(self) -> int:
+        return self.controller.most_tokens
+
     def describe(self) -> str:
         return f"{self.controller.describe()}, eager; drafts by {self.drafter.describe()}"
 
@@ -57,6 +61,7 @@ class Speculation:
     @contextmanager
     def watching(self, call: ModelCall) -> Iterator[None]:
         """Inside, the drafter sees the features of every forward over the cache."""
+        self.controller.disturb()  # what was between two rounds was no step
         if not self.drafter.layer_ids:
             yield
             return
@@ -65,7 +70,10 @@ class Speculation:
             yield
 
     def _observe(self, features: torch.Tensor) -> None:
-        self.drafter.observe(features, self._cache.holder.plan)
+        plan = self._cache.holder.plan
+        if plan.slots is not None:
+            self.controller.disturb()
+        self.drafter.observe(features, plan)
 
     def step(
         self,

@@ -103,3 +103,21 @@ def test_the_drafts_context_is_of_every_committed_token(blocks, budget, monkeypa
             for mine, theirs in zip(step[row], expected, strict=True):
                 torch.testing.assert_close(mine, theirs[0, : len(mine)], atol=5e-4, rtol=1e-3)
     assert len(checked) >= 2
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "checkpointed", "reentrant"])
+def test_a_policys_own_steps_are_watched(reentrant):
+    """Its backward passes, within, run checkpointed layers once more, the last first; no graph outlives its pass."""
+    target = tiny_model().requires_grad_(True).train()
+    if reentrant is not None:
+        target.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        target.enable_input_require_grads()
+    seen, tokens = [], torch.arange(3, 14)[None]
+    capture = FeatureCapture((3, 1), lambda features: seen.append(features.clone()))
+    with capture.on(text_model(target).layers):
+        for _ in range(2):
+            target(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            assert not capture._buffer.requires_grad
+    assert len(seen) == 2 and torch.equal(*seen)
+    assert not any(features.requires_grad for features in seen)

@@ -10,7 +10,7 @@ from models import ragged_prompts, tiny_model
 from speculative_cases import ScriptedDrafter, figures, script_of, speculative_rollout, tiny_draft
 
 from deepspeed_hybrid import RolloutRequest, SamplingConfig
-from deepspeed_hybrid.speculative.controller import PERIOD, PROBE_PERIODS, FixedBlock, PayingBlock
+from deepspeed_hybrid.speculative.controller import PATIENCE, PERIOD, PROBE_PERIODS, FixedBlock, PayingBlock
 
 LENGTHS = (1, 4, 8, 16)
 GOOD = [0.95] * 16
@@ -106,6 +106,59 @@ def test_what_is_between_calls_is_not_measured():
     assert not machine.controller.seconds  # no call was long enough
     machine.run(PERIOD)
     assert machine.controller.seconds == {(4, 1): pytest.approx(1.0)}
+
+
+@pytest.mark.parametrize("step", [0, PERIOD])
+def test_the_first_step_of_a_length_is_not_measured(step):
+    """Kernels are compiled in it."""
+    machine = Machine(TABLES["blocks cost by the token"], POOR)
+    machine.run(step)
+    machine.times = {length: time + 1000.0 for length, time in machine.times.items()}
+    machine.run(1)
+    machine.times = TABLES["blocks cost by the token"]
+    machine.run(PERIOD * len(LENGTHS))
+    assert set(machine.run(PERIOD * 4)) == {1}
+
+
+def test_one_accident_is_not_for_ever():
+    machine = Machine(TABLES["blocks cost by the token"], POOR)
+    machine.run(3)
+    machine.now += 1000.0
+    machine.run(PERIOD * PROBE_PERIODS * 10)
+    assert machine.used[-1] == 1
+
+
+def test_what_comes_between_steps_is_not_measured():
+    machine = Machine(TABLES["blocks cost by the token"], POOR)
+    machine.run(PERIOD // 2)
+    machine.now += 1000.0
+    machine.controller.disturb()
+    machine.run(PERIOD // 2)
+    assert not machine.controller.seconds
+    machine.run(PERIOD * len(LENGTHS))
+    assert set(machine.run(PERIOD * 2)) == {1}
+    assert machine.controller.seconds[4, 1] == pytest.approx(1.0)
+
+
+def test_where_something_always_comes_between_it_still_settles():
+    machine = Machine(TABLES["blocks cost by the token"], POOR)
+    for _ in range(PERIOD * len(LENGTHS) * (PATIENCE + 1) * 2):
+        machine.run(PERIOD // 2)
+        machine.controller.disturb()
+    assert machine.used[-1] == 1 and len(machine.controller.seconds) == len(LENGTHS)
+
+
+def test_prompts_and_callers_are_said_to_come_between():
+    target = tiny_model()
+    rollout = speculative_rollout(target, tiny_draft(target))
+    controller, said = rollout._speculation.controller, []
+    controller.disturb = lambda: said.append(1)
+    request = RolloutRequest(*ragged_prompts([5, 2, 3]))
+    rollout.generate(request, SamplingConfig(max_new_tokens=12, temperature=0.0, continuous_batch_size=1))
+    assert len(said) == 1 + 3
+    said.clear()
+    list(rollout.generate_iter(request, SamplingConfig(max_new_tokens=12, temperature=0.0, continuous_batch_size=1)))
+    assert len(said) == 4 + 3
 
 
 def test_a_fixed_block_is_fixed():

@@ -199,6 +199,18 @@ def test_refreshed_in_place():
     assert [part.data_ptr() for part in kept] == places
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_made_in_inference_mode(inside):
+    target, draft = tiny_model(), tiny_draft(tiny_model())
+    with torch.inference_mode():
+        served = Served(draft, target)
+    with torch.inference_mode(inside):
+        served.drafter.refresh()
+    served.drafter.refresh()
+    parts = [*served.drafter.draft.parameters(), served.drafter._weight, served.drafter._key_norms]
+    assert not any(part.is_inference() for part in parts)
+
+
 def test_the_context_goes_by_the_configured_order():
     """fc's columns belong to layers in that order: both turned round is the same draft, one of them is not."""
     target = tiny_model()
@@ -244,6 +256,19 @@ def test_embedding_and_head_are_the_live_ones():
     torch.testing.assert_close(after[0], expected, atol=2e-5, rtol=1e-4)
     assert not torch.allclose(before, after, atol=1e-2)
     assert torch.equal(served.proposed[0], F.linear(expected[1:], target.lm_head.weight).argmax(-1))
+
+
+def test_only_what_the_embedding_can_read_is_proposed():
+    target = tiny_model()
+    head = torch.nn.Linear(target.lm_head.in_features, VOCAB + 64, bias=True)
+    torch.nn.init.zeros_(head.weight)
+    with torch.no_grad():
+        head.bias[:] = torch.arange(VOCAB + 64)
+    target.lm_head = head
+    served = Served(lively(tiny_draft(target)), target)
+    served.feed(0, torch.randn(4, served.drafter.draft.fc.in_features))
+    served.hidden([9], [4])
+    assert served.proposed.unique().tolist() == [VOCAB - 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -58,6 +58,13 @@ def test_the_published_format():
     config.check_target(2560, 32, 248320, 248320)
 
 
+def test_null_is_as_good_as_nothing():
+    nested = {"mask_token_id": 5, "target_layer_ids": None, "block_size": None, "causal": True}
+    config = read(dflash_config=nested, target_layer_ids=[3, 1], block_size=8, is_causal=None, rms_norm_eps=None)
+    assert (config.target_layer_ids, config.block_size, config.rms_norm_eps) == ((3, 1), 8, 1e-6)
+    assert config.causal == (True,) * 5
+
+
 def test_settings_on_top_or_nested():
     nested = {"mask_token_id": 5, "target_layer_ids": [3, 1], "block_size": 8, "num_target_layers": 12}
     config = read(dflash_config=nested, num_target_layers=...)

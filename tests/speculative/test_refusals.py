@@ -14,6 +14,7 @@ from speculative_cases import draft_config, speculative_rollout, tiny_draft
 
 from deepspeed_hybrid import HybridEngineRollout, HybridEngineRolloutConfig
 from deepspeed_hybrid.compat import text_model
+from deepspeed_hybrid.generation.arena import PLAIN
 from deepspeed_hybrid.speculation import speculation_obstacle
 from deepspeed_hybrid.speculative.draft import DFlashDraft
 
@@ -127,6 +128,16 @@ def test_what_it_holds_is_reported_and_given_back(target):
     assert "draft_keys" not in rollout.memory_report()
     greedy(rollout, ragged_prompts([3, 9]), 4)
     assert "draft_keys" not in rollout_of(target).memory_report()
+
+
+def test_what_a_call_needs_is_known_before(target):
+    """The draft's share of a prompt that is kept, and logits of all tokens of a block."""
+    rollout, plain = speculative_rollout(target), rollout_of(target)
+    greedy(rollout, ragged_prompts([3, 9]), 4)
+    arena = rollout._arena
+    assert arena.slot_bytes(arena.cache.capacity) == sum(buffer[0].nbytes for buffer in arena.cache.buffers())
+    logits = 4 * 7 * target.config.vocab_size * 4  # lanes, drafts of a block, fp32
+    assert arena._logits_bytes(4, PLAIN) - plain._arena._logits_bytes(4, PLAIN) == logits
 
 
 def test_the_model_is_as_it_was(target):

@@ -266,3 +266,14 @@ def test_a_second_call_and_one_after_other_prompts(target):
     run(rollout, others, **KINDS["sampled"])
     assert_same(run(rollout, prompts, **KINDS["greedy"]), first, atol=0)
     assert figures(rollout) == counts
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_figures_of_lanes_are_of_steps_and_not_of_tokens(target, slots):
+    prompts = ragged_prompts(LENGTHS)
+    plain = run(rollout_of(target), prompts, 1, **KINDS["greedy"])
+    rollout = speculative_rollout(target, ScriptedDrafter(script_of(plain), lambda *_: 7), shrink_tail=False)
+    run(rollout, prompts, 1, continuous_batch_size=slots, **KINDS["greedy"])
+    stats = rollout.get_last_continuous_stats()
+    assert stats["wasted_lane_steps"] == stats["lane_steps"] - figures(rollout)["row_steps"] == 0
+    assert stats["occupancy"] == stats["queued_occupancy"] == 1
