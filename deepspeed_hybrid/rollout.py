@@ -30,7 +30,7 @@ from deepspeed_hybrid.generation.tail import TailShrink
 from deepspeed_hybrid.job import Job, check_job
 from deepspeed_hybrid.paths import Paths, resolve_paths
 from deepspeed_hybrid.profile import continuous_stats, profile
-from deepspeed_hybrid.segments.fingerprint import fingerprint
+from deepspeed_hybrid.segments.fingerprint import SeenModel
 from deepspeed_hybrid.segments.modes import evaluating
 from deepspeed_hybrid.segments.weights import WeightSyncReport
 from deepspeed_hybrid.speculation import make_speculation
@@ -92,7 +92,7 @@ class HybridEngineRollout(RolloutEngine):
     def _look(self) -> None:
         """Remember the model as it is, and which tables every call has to set, until it is found changed."""
         model = self._paths.call.model
-        self._seen = fingerprint(model)
+        self._seen = SeenModel(model)
         self._tables = [module.__dict__ for module in model.modules()]  # past the slow __setattr__
         self._configs = attention_configs(model)
 
@@ -297,8 +297,7 @@ class HybridEngineRollout(RolloutEngine):
 
     def _follow_weights(self) -> None:
         """Plan and fuse anew, and drop the graphs, where anything about the model has changed."""
-        now = fingerprint(self._paths.call.model)
-        if now != self._seen:
+        if not self._seen.is_same():
             with self._injection.bare():  # an engine's own hooks say nothing
                 check_head(self._paths.call.model, self._paths.call.shard)
             self._changes += 1

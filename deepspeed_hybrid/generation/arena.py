@@ -117,11 +117,12 @@ class Arena:
     def needed(self, rows: int, tokens: int, kind: SamplingKind = PLAIN) -> int:
         """Bytes of all buffers in a call that ``reserve()`` has not seen yet; 0 where all of them are there."""
         lanes, kv_length = slot_bucket(rows), length_bucket(tokens)
+        holds = self._holds(lanes, kv_length)
+        missing = self._missing(lanes, kind) if holds else 0
+        if holds and not missing:
+            return 0
         alone = self._bytes(lanes, kv_length, kind)
-        if not self._holds(lanes, kv_length):
-            return alone
-        missing = self._missing(lanes, kind)
-        return min(alone, self._present() + missing) if missing else 0
+        return min(alone, self._present() + missing) if holds else alone
 
     def _holds(self, lanes: int, kv_length: int) -> bool:
         return self.cache is not None and lanes <= self.cache.slots and kv_length <= self.cache.capacity

@@ -64,6 +64,8 @@ class GatheredWeights:
         self.step: int | None = None  # that the copies are of; None: there are none
         self._copies: dict[nn.Parameter, nn.Parameter] = {}
         self._places: list[tuple[nn.Parameter, torch.Tensor, int]] = []  # its copy, flat, and the ranks it is from
+        self._sources: list[int] = []  # where the shares lay when the runs were made
+        self._runs: list[tuple[int, int]] = []  # of places: the first, and how many elements it has with neighbours
         self._tables = ModuleTables(model, dropped=is_zero3_hook)
 
     @property
@@ -120,18 +122,16 @@ class GatheredWeights:
     @torch.no_grad()
     def gather(self) -> int:
         """Copy every parameter, in place; the bytes written. A collective operation."""
-        run: list[tuple[torch.Tensor, torch.Tensor]] = []  # neighbours in both places
-        for parameter, whole, ranks in self._places:
-            share = _share(parameter)
+        shares = [_share(parameter) for parameter, _, _ in self._places]
+        sources = [share.data_ptr() for share in shares]
+        if sources != self._sources:
+            self._sources, self._runs = sources, _runs(self._places, shares)
+        for (parameter, whole, ranks), share in zip(self._places, shares, strict=True):
             if ranks > 1:
                 _all_gather(whole, share.to(whole.device), ranks, parameter.ds_process_group)
-                continue
-            if run and not (_adjacent(run[-1][0], whole) and _adjacent(run[-1][1], share)):
-                _copy(run)
-                run = []
-            run.append((whole, share))
-        if run:
-            _copy(run)
+        for first, elements in self._runs:
+            target, source = (one.as_strided((elements,), (1,)) for one in (self._places[first][1], shares[first]))
+            target.copy_(source, non_blocking=True)
         self.step = self.engine.global_steps
         return self.nbytes
 
@@ -150,6 +150,7 @@ class GatheredWeights:
     def release(self) -> None:
         self.step = None
         self._copies, self._places = {}, []
+        self._sources, self._runs = [], []
 
     def _make_block(self, block: torch.Tensor, starts: dict[nn.Parameter, int]) -> None:
         for parameter, start in starts.items():
@@ -172,18 +173,27 @@ def _share(parameter: nn.Parameter) -> torch.Tensor:
     return parameter.ds_tensor if is_partitioned(parameter) else parameter.detach().reshape(-1)
 
 
+def _runs(places: list[tuple[nn.Parameter, torch.Tensor, int]], shares: list[torch.Tensor]) -> list[tuple[int, int]]:
+    """What one copy can take: the first place of each run of neighbours in both memories, and all of its elements."""
+    runs: list[tuple[int, int]] = []
+    last = None
+    for index, ((_, whole, ranks), share) in enumerate(zip(places, shares, strict=True)):
+        if ranks > 1:
+            last = None
+            continue
+        if last is not None and _adjacent(last[0], whole) and _adjacent(last[1], share):
+            runs[-1] = runs[-1][0], runs[-1][1] + whole.numel()
+        else:
+            runs.append((index, whole.numel()))
+        last = whole, share
+    return runs
+
+
 def _adjacent(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (
         one.data_ptr() + one.nbytes == other.data_ptr()
         and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
     )
-
-
-def _copy(run: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """(target, source) pairs that are neighbours, in one copy."""
-    elements = sum(target.numel() for target, _ in run)
-    target, source = (tensor.as_strided((elements,), (1,)) for tensor in run[0])
-    target.copy_(source, non_blocking=True)
 
 
 def _all_gather(whole: torch.Tensor, share: torch.Tensor, ranks: int, group) -> None:

@@ -163,6 +163,7 @@ class Injection:
         What comes out: the segments, which layers are no chains, what before them is left alone, which norms run our
         forward, and why the forward of prompts is not captured (None: it is).
         """
+        self._holds_shards = holds_shards(self.model)
         self.segments, self.unchained, self.inputs, self.norms, self.prompt_obstacle = self._plan()
         # Whether some attention layer runs the model's own forward in a decode step, which wants a mask.
         kinds = enumerate(layer_kinds(self.model))
@@ -225,7 +226,7 @@ class Injection:
         """Under AutoTP an engine's hook compares the arguments of the first forward between ranks: of training's."""
         if self.gathered is not None:
             return self.gathered.serving()
-        if holds_shards(self.model):
+        if self._holds_shards:
             return ModuleTables(self.model, dropped=is_zero3_hook).exchanged(lambda own: own)
         return nullcontext()
 
@@ -274,6 +275,8 @@ class Injection:
             with gathered.serving():
                 self._fuse()
         copied = gathered.gather()
+        if PACKED not in (linear.mode for linear in self.fused.values()):
+            return copied
         with gathered.serving():
             return copied + refresh(self.fused)
 
