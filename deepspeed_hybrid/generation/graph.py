@@ -94,10 +94,12 @@ class GraphRunner:
         if warmups:
             stream = self._warm_up_stream = self._warm_up_stream or accelerator.Stream()
             stream.wait_stream(accelerator.current_stream())
-            with accelerator.stream(stream), harmless():
-                for _ in range(warmups):
-                    step()
-            accelerator.current_stream().wait_stream(stream)
+            try:
+                with accelerator.stream(stream), harmless():
+                    for _ in range(warmups):
+                        step()
+            finally:  # also after an error: buffers that are given back then are still in use on that stream
+                accelerator.current_stream().wait_stream(stream)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = accelerator.create_graph()

@@ -185,6 +185,8 @@ def test_a_step_that_fails_is_not_kept(notes, failing):
     with pytest.raises(RuntimeError, match="no"):
         runner.prepare("a", step, notes.harmless)
     assert (len(runner), runner.captures, notes.where) == (0, 0, [])
+    # What the side stream was at is over before anything on the main one can take its buffers.
+    assert [entry for entry in notes.log if "waits" in entry[0]] == [("side waits",), ("main waits",)]
     runner.prepare("a", notes.step(), notes.harmless)
     assert len(runner) == 1
 
