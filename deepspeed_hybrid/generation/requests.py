@@ -14,6 +14,7 @@ from deepspeed_hybrid.generation.sampling import SamplingKind
 
 # A smaller one divides logits out of fp32's range; DeepSpeed has the same floor.
 LOWEST_TEMPERATURE = 1e-8
+READ_ON_HOST = 16384  # tokens whose reading takes less time than a dozen launches
 
 # generation_config fields that change which tokens come out. temperature, top_k, top_p and min_p are SamplingConfig's
 # business; what is listed here would be dropped in silence, so it is refused by name.
@@ -98,13 +99,14 @@ def check_prompts(prompt_ids: torch.Tensor, mask: torch.Tensor, vocab_size: int,
     if prompt_ids.is_floating_point() or prompt_ids.is_complex() or prompt_ids.dtype == torch.bool:
         raise ValueError(f"prompt_ids must have an integer dtype; got {prompt_ids.dtype}")
 
+    ids = prompt_ids.long().masked_fill(mask == 0, 0)
+    seen, mask = (ids.cpu(), mask.cpu()) if ids.numel() <= READ_ON_HOST else (ids, mask)
     real = mask != 0
-    ids = prompt_ids.long().masked_fill(~real, 0)
     lengths = real.sum(dim=1)
     falls = (real[:, :-1] & ~real[:, 1:]).any(dim=1)
     rises = (~real[:, :-1] & real[:, 1:]).sum(dim=1) + real[:, 0].long() > 1
     odd = (real & (mask != 1)).any(dim=1)
-    outside = ((ids < 0) | (ids >= vocab_size)).any(dim=1)
+    outside = ((seen < 0) | (seen >= vocab_size)).any(dim=1)
     facts = torch.stack([lengths, falls.long(), rises.long(), odd.long(), outside.long()]).tolist()
     for row, (length, fall, rise, other, out) in enumerate(zip(*facts, strict=True)):
         if other:
@@ -117,7 +119,7 @@ def check_prompts(prompt_ids: torch.Tensor, mask: torch.Tensor, vocab_size: int,
                 "prompts must be left-padded: zeros, then ones"
             )
         if out:
-            strangers = [token for token in ids[row].tolist() if not 0 <= token < vocab_size]
+            strangers = [token for token in seen[row].tolist() if not 0 <= token < vocab_size]
             raise ValueError(f"prompt_ids row {row} has ids outside the vocabulary [0, {vocab_size}): {strangers}")
     return Prompts(ids=ids.to(device), lengths=facts[0])
 

@@ -4,12 +4,15 @@
 """Whether anything about a model has changed that its plan or a captured step has baked in, in one quick walk.
 
 Planning asks every module what it is, and takes tens of milliseconds on a model of some hundred modules; this takes
-one or two, at every call, while the device has nothing to do: so a module is first compared by the identity of what
-hangs on it, and by what that says only where some of it is another object.
+about one, at every call, while the device has nothing to do: so all is first compared by identity, and by what it says
+only where some of it is another object.
 """
 
 from collections.abc import Iterator
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
 
+import torch
 from torch import nn
 
 from deepspeed_hybrid.compat import (
@@ -20,7 +23,7 @@ from deepspeed_hybrid.compat import (
     is_bookkeeping,
     is_zero3_hook,
 )
-from deepspeed_hybrid.segments.gathered import address
+from deepspeed_hybrid.segments.gathered import address, is_partitioned
 from deepspeed_hybrid.segments.known_forwards import helpers_of
 
 PLAIN_VALUES = frozenset((bool, int, float, str, bytes, type(None)))  # compared by value, others by identity
@@ -42,34 +45,26 @@ TELLING = _Telling()
 class SeenModule:
     """A module as it was. ``training``, and what a DeepSpeed engine counts on modules, does not take part."""
 
-    __slots__ = ("alive", "hooks", "ids", "module", "names", "places", "told", "type")
-
     def __init__(self, module: nn.Module):
         self.module, self.type = module, type(module)
-        self._remember(module.__dict__)
-        self.told = _told(module.__dict__)
-        self.places, self.hooks = _places(module), _hooks(module)
-
-    def _remember(self, own: dict) -> None:
-        # As long as the objects are kept no other object can get one of their ids.
-        self.names, self.alive = tuple(own), [*own.values(), *own["_modules"].values()]
-        self.ids = [*map(id, self.alive)]
+        self.told, self.places, self.hooks = _told(module.__dict__), _places(module), _hooks(module)
 
     def is_same(self) -> bool:
         module = self.module
-        own = module.__dict__
-        if [*map(id, own.values()), *map(id, own["_modules"].values())] != self.ids or tuple(own) != self.names:
-            if _told(own) != self.told:
-                return False
-            self._remember(own)
-        return type(module) is self.type and _places(module) == self.places and _hooks(module) == self.hooks
+        return (
+            type(module) is self.type
+            and _told(module.__dict__) == self.told
+            and _places(module) == self.places
+            and _hooks(module) == self.hooks
+        )
 
 
 def _told(own: dict) -> list:
     """What the attributes of a module say, and which modules are below it."""
-    values = [value for name, value in own.items() if TELLING[name]]
+    names = [name for name in own if TELLING[name]]
+    values = [own[name] for name in names]
     told = [value if type(value) in PLAIN_VALUES else id(value) for value in values]
-    return told + [id(child) for child in own["_modules"].values()]
+    return [names, told, [*map(id, own["_modules"].values())]]
 
 
 def _places(module: nn.Module) -> list:
@@ -94,19 +89,81 @@ class SeenModel:
     def __init__(self, model: nn.Module):
         self.model = model
         self.modules = [SeenModule(module) for module in _walk(model)]
-        attentions = {type(one.module): one.module for one in self.modules if "q_proj" in one.module._modules}
+        attentions = {one.type: one.module for one in self.modules if "q_proj" in one.module._modules}
         self.attentions = list(attentions.values())
         self.types = list({one.type for one in self.modules})
         self.shared = self._shared()
+        self._remember()
 
     def is_same(self) -> bool:
-        return self._shared() == self.shared and all(one.is_same() for one in self.modules)
+        if self._shared() != self.shared:
+            return False
+        if self._is_untouched():
+            return True
+        same = all(one.is_same() for one in self.modules)
+        if same and not self._partitioned:  # whose attributes an engine touches all the time
+            self._remember()
+        return same
 
     def _shared(self) -> tuple:
         """What modules of one class have in common, and all modules."""
         forwards = [kind.forward for kind in self.types]
         helpers = [helpers_of(module) for module in self.attentions]
         return global_hooks(), attention_function(self.model), forwards, helpers
+
+    def _remember(self) -> None:
+        """The very objects; being kept, none of them leaves its id to another."""
+        self._owners = [one.module for one in self.modules]
+        self._tables = [module.__dict__ for module in self._owners]
+        self._lengths, self._held = _lengths(self._tables), [*_held(self._tables), END]
+        tensors = (table[kind].values() for table in self._tables for kind in ("_parameters", "_buffers"))
+        self._tensors = [one for one in chain.from_iterable(tensors) if one is not None]
+        self._partitioned = any(map(is_partitioned, self._tensors))
+        self._forms = _forms(self._tensors)
+        self._adapted = [one for one in self.modules if "merged_adapters" in one.module.__dict__]
+
+    def _is_untouched(self) -> bool:
+        """Whether every attribute of every module is the same object, and weights lie where they lay.
+
+        It runs no line of Python a module, for a call on a model that nobody has touched waits for this.
+        """
+        return (
+            not self._partitioned
+            and all(map(is_, map(TABLE, self._owners), self._tables))
+            and all(map(is_, map(type, self._owners), map(TYPE, self.modules)))
+            and all(map(is_, chain(_held(self._tables), (END,)), self._held))
+            and _lengths(self._tables) == self._lengths
+            and _forms(self._tensors) == self._forms
+            and all(_places(one.module) == one.places for one in self._adapted)
+        )
+
+
+END = object()  # tells a list that ends from one that goes on
+TABLE, TYPE = attrgetter("__dict__"), attrgetter("type")
+INNER_TABLES = itemgetter("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
+
+
+def _inner(tables: list[dict]) -> Iterator[dict]:
+    return chain.from_iterable(map(INNER_TABLES, tables))
+
+
+def _held(tables: list[dict]) -> Iterator[object]:
+    """Names and values of all attributes, and then what is in tables of them."""
+    values = chain.from_iterable(map(dict.values, tables))
+    return chain(chain.from_iterable(tables), values, chain.from_iterable(map(dict.values, _inner(tables))))
+
+
+def _lengths(tables: list[dict]) -> list[int]:
+    return [*map(len, tables), *map(len, _inner(tables))]
+
+
+def _forms(tensors: list[torch.Tensor]) -> list:
+    """What a tensor's ``data`` may be exchanged for while it stays the same object."""
+    return [
+        *map(torch.Tensor.data_ptr, tensors),
+        *map(torch.Tensor.stride, tensors),
+        *map(attrgetter("shape", "dtype"), tensors),
+    ]
 
 
 def _walk(model: nn.Module) -> Iterator[nn.Module]:

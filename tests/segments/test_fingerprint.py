@@ -44,3 +44,48 @@ def test_another_dtype_before_a_sync(family):
     rollout.sync_segki_weights()
     expected = greedy(rollout_of(model), prompts, 4)
     assert torch.equal(greedy(rollout, prompts, 4).input_ids, expected.input_ids)
+
+
+def rename(layer) -> None:
+    layer.__dict__["other"] = layer.__dict__.pop("last")
+
+
+def to_the_next(layer) -> None:
+    """In a list of all that modules hold, what is moved stays where it was."""
+    first, second = layer.mlp, layer.input_layernorm
+    assert not first._buffers and not second._buffers
+    first._buffers["one"] = first.up_proj._parameters.pop("weight")
+
+
+CHANGES = {
+    "an attribute has another name": rename,
+    "an attribute is gone": lambda layer: layer.__dict__.pop("last"),
+    "a weight is transposed in place": lambda layer: layer.mlp.up_proj.weight.set_(layer.mlp.up_proj.weight.data.T),
+    "a weight lies elsewhere": lambda layer: setattr(layer.mlp.up_proj.weight, "data", layer.mlp.up_proj.weight + 0),
+    "a weight is another": lambda layer: setattr(layer.mlp.up_proj, "weight", torch.nn.Parameter(torch.ones(2, 2))),
+    "a weight has become a buffer": to_the_next,
+    "a child is another": lambda layer: setattr(layer.mlp, "up_proj", torch.nn.Linear(2, 2)),
+    "children change places": lambda layer: layer.mlp._modules.update(
+        up_proj=layer.mlp.gate_proj, gate_proj=layer.mlp.up_proj
+    ),
+    "a child is shared": lambda layer: setattr(layer.mlp, "up_proj", layer.mlp.gate_proj),
+    "a hook": lambda layer: layer.mlp.register_forward_hook(lambda *_: None),
+    "a module has another class": lambda layer: setattr(layer.mlp, "__class__", torch.nn.Identity),
+    "a module has another table": lambda layer: setattr(layer.mlp, "__dict__", {**layer.mlp.__dict__, "more": 1}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("touched", [False, True], ids=["untouched", "another mode"])
+@torch.no_grad()
+def test_a_change_is_seen(change, touched):
+    """Right away, and by the look that follows where training and evaluation take turns."""
+    model = tiny_model()
+    layer = model.model.layers[1]
+    layer.last = object()
+    before = SeenModel(model)
+    if touched:
+        model.train(not model.training)
+    assert before.is_same()
+    CHANGES[change](layer)
+    assert not before.is_same() and not before.is_same()
