@@ -32,11 +32,13 @@ from deepspeed_hybrid.ops.collectives import capture_obstacle
 from deepspeed_hybrid.ops.decode_step import decode_step, decode_step_reference
 from deepspeed_hybrid.ops.embedded_rows import embedded_rows, embedded_rows_reference
 from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves, fused_silu_mul_halves_reference
+from deepspeed_hybrid.ops.gated_heads import gated_heads
 from deepspeed_hybrid.ops.gated_norm import gated_norm
 from deepspeed_hybrid.ops.gdn_conv import gdn_conv
 from deepspeed_hybrid.ops.gdn_decode import gdn_decode, gdn_decode_reference
 from deepspeed_hybrid.ops.gdn_gates import gdn_gates, gdn_gates_reference
 from deepspeed_hybrid.ops.loader import op_obstacle, triton_obstacle
+from deepspeed_hybrid.ops.prompt_heads import prompt_heads
 from deepspeed_hybrid.ops.rotary_tables import rotary_tables, rotary_tables_reference
 from deepspeed_hybrid.ops.sharded_choice import decode_step_on_shards
 from deepspeed_hybrid.ops.sharded_truncate import truncate_scores_on_shards
@@ -295,7 +297,7 @@ def prompt_ops(device: torch.device, backend: str, off: dict[str, str]) -> Promp
     if obstacle:
         off["prompt ops"] = obstacle
         return MODELS_OWN
-    return PromptOps(gdn_conv, fused_linear.normed_rows, gated_norm, rotary_tables)
+    return PromptOps(gdn_conv, fused_linear.normed_rows, gated_norm, rotary_tables, prompt_heads, gated_heads)
 
 
 def _triton_off(backend: str) -> str | None:

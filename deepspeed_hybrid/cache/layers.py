@@ -103,6 +103,8 @@ class SlotKVLayer(StaticLayer):
         where = (rows[:, None], slice(None), plan.write_positions)
         self.keys[where] = key_states.transpose(1, 2)
         self.values[where] = value_states.transpose(1, 2)
+        if plan.first and plan.token_mask is None:  # nothing else is to be seen
+            return key_states, value_states
         return self._read(self.keys, plan), self._read(self.values, plan)
 
     def _write_slots(self) -> torch.Tensor:

@@ -103,8 +103,8 @@ def attention_decode_reference(
     query = query.unflatten(-1, (query_heads, -1))
     if gated:
         query, gate = query.chunk(2, dim=-1)
-    query = _rotated(_normed(query, q_norm, norm_offset, eps), cos, sin).to(keys.dtype)
-    key = _rotated(_normed(key.unflatten(-1, (kv_heads, -1)), k_norm, norm_offset, eps), cos, sin)
+    query = rotated_heads(normed_heads(query, q_norm, norm_offset, eps), cos, sin).to(keys.dtype)
+    key = rotated_heads(normed_heads(key.unflatten(-1, (kv_heads, -1)), k_norm, norm_offset, eps), cos, sin)
     value = value.unflatten(-1, (kv_heads, -1))
 
     rows = torch.arange(batch, device=keys.device)
@@ -124,14 +124,14 @@ def attention_decode_reference(
     return mixed.masked_fill(idle, 0.0).flatten(1).to(projected.dtype)
 
 
-def _normed(heads: torch.Tensor, weight: torch.Tensor | None, offset: float, eps: float) -> torch.Tensor:
+def normed_heads(heads: torch.Tensor, weight: torch.Tensor | None, offset: float, eps: float) -> torch.Tensor:
     heads = heads.float()
     if weight is None:
         return heads
     return heads * (heads.square().mean(dim=-1, keepdim=True) + eps).rsqrt() * (weight.float() + offset)
 
 
-def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotated_heads(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     width = cos.shape[-1]
     turned, passed = heads[..., :width], heads[..., width:]
     first, second = turned.chunk(2, dim=-1)

@@ -26,6 +26,7 @@ from deepspeed_hybrid.segments.head_parallel import HeadParallelGdn, head_parall
 from deepspeed_hybrid.segments.mlp import glu_binding
 from deepspeed_hybrid.segments.norm import as_rms_norm, rms_norm
 from deepspeed_hybrid.segments.plan import ATTENTION, GDN, GLU, Segment, plan_segments
+from deepspeed_hybrid.segments.prompt_attention import prompt_attention_binding
 from deepspeed_hybrid.segments.prompts import MODELS_OWN, PromptOps, norm_binding, prompt_norms
 from deepspeed_hybrid.segments.replayable import prompt_obstacle
 from deepspeed_hybrid.segments.step_inputs import (
@@ -112,6 +113,9 @@ class Injection:
                 bindings.append(glu_binding(segment.module, fused, self.silu_mul))
             elif segment.kind == ATTENTION:
                 bindings.extend(attention_bindings(segment.projections, fused))
+                heads, gates = self.prompt.prompt_heads, self.prompt.gated_heads
+                if heads is not None and gates is not None and self.unchained[segment.layer] is None:
+                    bindings.append(prompt_attention_binding(segment.module, fused, heads, gates))
         if isinstance(self.chain, DecodeOps):
             bindings.extend(self._chains(self.chain))
         head = head_binding(self.model.get_output_embeddings())

@@ -23,6 +23,8 @@ class PromptOps:
     normed_rows: Callable | None = None
     gated_norm: Callable | None = None
     rotary_tables: Callable | None = None
+    prompt_heads: Callable | None = None
+    gated_heads: Callable | None = None
 
 
 MODELS_OWN = PromptOps()

@@ -34,8 +34,10 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 from deepspeed_hybrid import HybridEngineRollout, paths
 from deepspeed_hybrid.compat import text_model
 from deepspeed_hybrid.ops.fused_linear import normed_rows, normed_rows_reference
+from deepspeed_hybrid.ops.gated_heads import gated_heads, gated_heads_reference
 from deepspeed_hybrid.ops.gated_norm import gated_norm, gated_norm_reference
 from deepspeed_hybrid.ops.gdn_conv import gdn_conv, gdn_conv_reference
+from deepspeed_hybrid.ops.prompt_heads import prompt_heads, prompt_heads_reference
 from deepspeed_hybrid.ops.rotary_tables import rotary_tables, rotary_tables_reference
 from deepspeed_hybrid.segments.apply import bound
 from deepspeed_hybrid.segments.injection import Injection
@@ -59,6 +61,8 @@ def with_ops(rollout: HybridEngineRollout) -> list[Counter]:
         partial(counted, "normed_rows", normed_rows_reference),
         partial(counted, "gated_norm", gated_norm_reference),
         partial(counted, "rotary_tables", rotary_tables_reference),
+        partial(counted, "prompt_heads", prompt_heads_reference),
+        partial(counted, "gated_heads", gated_heads_reference),
     )
     injection.replan()
     injection.follow()
@@ -70,8 +74,11 @@ def counts_of(model: nn.Module) -> Counter:
     """Of a forward through every layer; the last norm is in the head's product."""
     decoder, counts = text_model(model), Counter(rotary_tables=1)
     for layer in decoder.layers:
-        heads = hasattr(layer, "self_attn") and hasattr(layer.self_attn, "q_norm")
-        counts.update(normed_rows=4 if heads else 2)
+        attention, chained = getattr(layer, "self_attn", None), not hasattr(layer.mlp, "experts")
+        if attention is not None and chained:
+            gated = attention.q_proj.out_features != attention.o_proj.in_features
+            counts.update(prompt_heads=1, gated_heads=int(gated))
+        counts.update(normed_rows=4 if hasattr(attention, "q_norm") and not chained else 2)
         if hasattr(layer, "linear_attn"):
             counts.update(gdn_conv=1, gated_norm=1)
     return counts
@@ -118,7 +125,7 @@ def test_logits_are_hugging_faces(family):
 
 def test_a_cpu_runs_the_models_own():
     rollout = rollout_of(tiny_model())
-    assert rollout._injection.prompt == PromptOps(None, None, None, None) and rollout._injection.norms == []
+    assert rollout._injection.prompt == PromptOps() and rollout._injection.norms == []
     assert "prompt ops" not in rollout.describe() and "launch for each" not in rollout.describe()
 
 
@@ -128,7 +135,8 @@ def test_a_gpu_runs_tritons_or_says_why(backend, monkeypatch):
     off: dict[str, str] = {}
     ops = paths.prompt_ops(torch.device("cuda"), backend, off)
     if backend in ("auto", "triton"):
-        assert ops == PromptOps(gdn_conv, normed_rows, gated_norm, rotary_tables) and off == {}
+        expected = PromptOps(gdn_conv, normed_rows, gated_norm, rotary_tables, prompt_heads, gated_heads)
+        assert ops == expected and off == {}
     else:
         assert ops == PromptOps() and off == {"prompt ops": f"segki_backend is {backend!r}"}
     monkeypatch.setattr(paths, "triton_obstacle", lambda: "Triton is not installed")
@@ -166,7 +174,12 @@ def test_prompts_are_still_captured(family):
 
 def test_chunks_of_a_prompt(monkeypatch):
     """Shorter and longer than the conv's window, to which each adds."""
-    ops = PromptOps(gdn_conv_reference, normed_rows_reference)
+    ops = PromptOps(
+        gdn_conv_reference,
+        normed_rows_reference,
+        prompt_heads=prompt_heads_reference,
+        gated_heads=gated_heads_reference,
+    )
     monkeypatch.setattr(harness, "Injection", partial(Injection, prompt=ops))
     model = tiny_model()
     tokens = ragged_prompts([23])[0][0]
@@ -186,6 +199,41 @@ def test_a_conv_with_another_activation_is_torchs():
     greedy(rollout, ragged_prompts([3, 9]), 2)
     assert forwards[0]["gdn_conv"] == 2
     assert "the activation of its conv is gelu" in rollout.describe()
+
+
+# ------------------------------------------------------------------------------------------------------- the attention
+
+
+def test_eager_attention_is_the_models_own():
+    model = tiny_model()
+    model.config._attn_implementation = "eager"
+    rollout = rollout_of(model)
+    forwards = with_ops(rollout)
+    assert_like_hugging_face(rollout, model)
+    assert forwards[0]["prompt_heads"] == forwards[0]["gated_heads"] == 0 and forwards[0]["gdn_conv"] == 3
+
+
+@pytest.mark.parametrize("name", ["q_norm", "k_proj", "o_proj"])
+def test_a_hook_in_attention_takes_part(name):
+    model = tiny_model()
+    rollout = rollout_of(model)
+    forwards = with_ops(rollout)
+    without = assert_like_hugging_face(rollout, model)
+    getattr(layer_of(model, 3).self_attn, name).register_forward_hook(turned)
+    assert not torch.equal(assert_like_hugging_face(rollout, model), without)
+    assert forwards[0]["prompt_heads"] == 1 and forwards[-1]["prompt_heads"] == 0
+
+
+def test_what_was_in_a_slot_does_not_matter():
+    """The first tokens see keys and values as they are given; those of an earlier row are still in the cache."""
+    model = tiny_model("qwen3")
+    rollout = rollout_of(model)
+    with_ops(rollout)
+    first = assert_like_hugging_face(rollout, model)
+    for layer in rollout._arena.cache.layers:
+        layer.keys.fill_(float("nan"))
+        layer.values.fill_(float("nan"))
+    assert torch.equal(assert_like_hugging_face(rollout, model), first)
 
 
 # ---------------------------------------------------------------------------------------------------------- the norms

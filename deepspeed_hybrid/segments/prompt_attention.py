@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""A prompt's attention: between the fused projection and the attention function one launch, and one behind it."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from deepspeed_hybrid.segments.apply import Binding
+from deepspeed_hybrid.segments.norm import Norm, rms_norm
+from deepspeed_hybrid.segments.weights import FusedLinear
+
+
+def prompt_attention_binding(
+    module: nn.Module, fused: FusedLinear, prompt_heads: Callable, gated_heads: Callable
+) -> Binding:
+    """Our forward for an attention module of a layer whose decode step is a chain, and which is so far known."""
+    norms = (rms_norm(module.q_norm), rms_norm(module.k_norm)) if hasattr(module, "q_norm") else None
+    return Binding(module, partial(prompt_attention, module, fused, prompt_heads, gated_heads, norms))
+
+
+def prompt_attention(
+    module: nn.Module,
+    fused: FusedLinear,
+    prompt_heads: Callable,
+    gated_heads: Callable,
+    norms: tuple[Norm, Norm] | None,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    attention_mask: torch.Tensor | None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """[B, T, D] -> [B, T, D], and the weights of an attention function that returns them.
+
+    The attention function is the model's own, on what it would have been given; eager attention, which is not in
+    transformers' table of them, runs in the model's own forward.
+    """
+    attend = ALL_ATTENTION_FUNCTIONS.get(module.config._attn_implementation)
+    if attend is None:
+        return type(module).forward(module, hidden_states, position_embeddings, attention_mask, **kwargs)
+    cache = kwargs.pop("cache" if "cache" in kwargs else "past_key_values")
+    heads, head_dim = module.o_proj.in_features // module.head_dim, module.head_dim
+    kv_heads = module.k_proj.out_features // head_dim
+    gated = module.q_proj.out_features != module.o_proj.in_features
+    projected = fused(hidden_states)
+    query, key = prompt_heads(
+        projected,
+        *position_embeddings,
+        None if norms is None else norms[0].weight,
+        None if norms is None else norms[1].weight,
+        0.0 if norms is None else norms[0].offset,
+        0.0 if norms is None else norms[0].eps,
+        heads,
+        kv_heads,
+        head_dim,
+        gated,
+    )
+    value = projected[..., -kv_heads * head_dim :].unflatten(-1, (kv_heads, head_dim))
+    key, value = cache.update(key.transpose(1, 2), value.transpose(1, 2), module.layer_idx)
+    mixed, weights = attend(
+        module, query.transpose(1, 2), key, value, attention_mask, dropout=0.0, scaling=module.scaling, **kwargs
+    )
+    if gated:
+        gates = projected[..., : 2 * heads * head_dim].unflatten(-1, (heads, 2 * head_dim))[..., head_dim:]
+        return module.o_proj(gated_heads(mixed, gates)), weights
+    return module.o_proj(mixed.flatten(2)), weights
