@@ -99,6 +99,7 @@ def _add_fidelity(commands) -> None:
         command.add_argument(f"--{name}", type=_positive, default=default, help=f"{what} (default: %(default)s)")
     command.add_argument("--temperature", type=_temperature, default=1.0, help="of sampling (default: %(default)s)")
     command.add_argument("--dtype", choices=DTYPES, help="of the weights (default: bf16 on a GPU, else fp32)")
+    command.add_argument("--segki", choices=SEGKI_CHOICES, default="on", help="segment kernels (default: %(default)s)")
     command.add_argument("--seed", type=int, default=0, help="of weights and sampling (default: %(default)s)")
     command.add_argument(
         "--external", type=Path, metavar="FILE.json", help="what another engine answered, in the form of rows.json"
@@ -280,6 +281,7 @@ def _fidelity(options: argparse.Namespace) -> int:
         options.new,
         options.temperature,
         options.dtype,
+        options.segki,
         options.seed,
         options.external,
         options.save,

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from deepspeed_hybrid.config import HybridEngineRolloutConfig
 from deepspeed_hybrid.generation.batch import RolloutRequest, SamplingConfig
 from deepspeed_hybrid.rollout import HybridEngineRollout
 from deepspeed_hybrid.tools import results
+from deepspeed_hybrid.tools.bench import SEGKI_CHOICES
 from deepspeed_hybrid.tools.device import has_cuda
 from deepspeed_hybrid.tools.models import build_model, decay_slowly, is_checkpoint, load_config, with_layers
 from deepspeed_hybrid.tools.process import quiet
@@ -21,12 +23,13 @@ from deepspeed_hybrid.tools.scoring import Said, decode_logprobs, decode_obstacl
 from deepspeed_hybrid.tools.text_model import VOCAB, byte_ids, learn, split, standard_library, windows
 from deepspeed_hybrid.tools.torch_scans import torch_scans
 
-OURS, DECODE, TRAINING = "deepspeed_hybrid", "transformers decode", "training forward"
+OURS, PLAIN = "deepspeed_hybrid", "deepspeed_hybrid, use_segki=False"
+DECODE, TRAINING = "transformers decode", "training forward"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 RATIO_EDGES = (0.5, 0.8, 0.9, 0.95, 0.99, 1.01, 1.05, 1.1, 1.25, 2.0)
 CLIP = 0.2  # of PPO's importance ratio
 HEADINGS = {
-    "path": "path                ",
+    "path": "path                              ",
     "tokens": "tokens",
     "mean_abs": "mean abs to training",
     "max_abs": "max abs",
@@ -46,6 +49,7 @@ def fidelity(
     new: int,
     temperature: float,
     dtype: str | None,
+    segki: str,
     seed: int,
     external: Path | None,
     save: Path | None,
@@ -61,6 +65,7 @@ def fidelity(
         rows, prompt, new: rows to roll out, and tokens of their prompts and answers.
         temperature: to sample at, and of all logprobs.
         dtype: a key of DTYPES; None: bf16 on a CUDA device, fp32 elsewhere.
+        segki: a key of SEGKI_CHOICES; 'both' is two rollouts, with a row each.
         seed: of weights, training and sampling.
         external: what another engine answered with these weights, as :meth:`Said.read` takes it.
         save: a folder for the model as a checkpoint, and for what was answered, as ``rows.json``.
@@ -76,17 +81,19 @@ def fidelity(
     given = [] if external is None else [Said.read(external)]
     model, text = prepared(model_config, layers, train_seconds, seed)
     model = model.to(DTYPES[dtype or ("bf16" if has_cuda() else "fp32")])
-    said = rolled_out(model, windows(text, rows, prompt), new, temperature, seed)
+    prompts = windows(text, rows, prompt)
+    rollouts = [rolled_out(model, prompts, new, temperature, seed, use) for use in SEGKI_CHOICES[segki]]
+    said = rollouts[-1]
     if save is not None:
         model.save_pretrained(save)
         said.write(save / "rows.json")
 
-    answers = [(one, forward_logprobs(model, one, temperature)) for one in (said, *given)]
+    answers = [(one, forward_logprobs(model, one, temperature)) for one in (*rollouts, *given)]
     by_decode = None if decode_obstacle(model) else decode_logprobs(model, said, temperature)
     logprobs = {
         one.engine: (one.logprobs, training, oracle_logprobs(model, one, temperature)) for one, training in answers
     }
-    known = logprobs[OURS][1:]
+    known = logprobs[said.engine][1:]
     if by_decode is not None:
         logprobs[DECODE] = (by_decode, *known)
     logprobs[TRAINING] = (known[0], *known)
@@ -137,12 +144,15 @@ def own_ids(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     return torch.tensor(AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"])
 
 
-def rolled_out(model: nn.Module, prompts: torch.Tensor, new: int, temperature: float, seed: int) -> Said:
+def rolled_out(
+    model: nn.Module, prompts: torch.Tensor, new: int, temperature: float, seed: int, use_segki: bool | None
+) -> Said:
     """Our answers to prompts [R, T], ``new`` tokens each: stop ids are left out, so that all rows are as long."""
     stops, model.generation_config.eos_token_id = model.generation_config.eos_token_id, None
     tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=None)
+    cfg = HybridEngineRolloutConfig(use_segki=use_segki)
     try:
-        with HybridEngineRollout(SimpleNamespace(module=model), tokenizer) as rollout:
+        with HybridEngineRollout(SimpleNamespace(module=model), tokenizer, cfg) as rollout:
             batch = rollout.generate(
                 RolloutRequest(prompts, torch.ones_like(prompts)),
                 SamplingConfig(max_new_tokens=new, temperature=temperature, seed=seed),
@@ -150,7 +160,12 @@ def rolled_out(model: nn.Module, prompts: torch.Tensor, new: int, temperature: f
     finally:
         model.generation_config.eos_token_id = stops
     tokens = batch.input_ids[:, prompts.shape[1] :]
-    return Said(OURS, prompts.tolist(), tokens.tolist(), batch.logprobs.double().cpu().flatten())
+    return Said(
+        PLAIN if use_segki is False else OURS,
+        prompts.tolist(),
+        tokens.tolist(),
+        batch.logprobs.double().cpu().flatten(),
+    )
 
 
 def oracle_logprobs(model: nn.Module, said: Said, temperature: float) -> torch.Tensor:
@@ -194,7 +209,7 @@ def verdict(rows: list[dict], dtype: torch.dtype) -> int:
     means = {row["path"]: row["mean_abs"] for row in rows}
     if DECODE not in means:
         return 0
-    ours, other = means[OURS], means[DECODE]
+    ours, other = means.get(OURS, means.get(PLAIN)), means[DECODE]
     compared = "at most" if ours <= other else "above"
     print(f"mean abs difference to the training forward: {ours:.3g}, {compared} that of {DECODE}, {other:.3g}")
     return int(dtype != torch.float32 and ours > other)

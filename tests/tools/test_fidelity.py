@@ -14,7 +14,7 @@ from models import solo, tiny_model
 
 from deepspeed_hybrid.cli import main
 from deepspeed_hybrid.tools import scoring, text_model
-from deepspeed_hybrid.tools.fidelity import DECODE, OURS, TRAINING, path_row, verdict
+from deepspeed_hybrid.tools.fidelity import DECODE, OURS, PLAIN, TRAINING, path_row, verdict
 from deepspeed_hybrid.tools.scoring import Said, decode_logprobs, decode_obstacle, forward_logprobs
 
 PNG = b"\x89PNG\r\n"
@@ -114,9 +114,11 @@ def test_verdict(ours, dtype, code, capsys):
 def test_half_precision_is_seen(tmp_path):
     """The measure itself: bf16 is further from the oracle than fp32, and our rollouts are still near to training."""
     out = tmp_path / "rows.json"
-    assert main(["fidelity", *SMALL, "--dtype", "bf16", "--out", str(out)]) in (0, 1)
+    assert main(["fidelity", *SMALL, "--dtype", "bf16", "--segki", "both", "--out", str(out)]) in (0, 1)
     rows = {row["path"]: row for row in json.loads(out.read_text())["rows"]}
-    assert 1e-4 < rows[OURS]["oracle_mean_abs"] < 0.05 and 1e-5 < rows[OURS]["mean_abs"] < 0.05
+    assert list(rows) == [PLAIN, OURS, DECODE, TRAINING]
+    for path in (PLAIN, OURS):
+        assert 1e-4 < rows[path]["oracle_mean_abs"] < 0.05 and 1e-5 < rows[path]["mean_abs"] < 0.05
 
 
 def test_text_is_python_and_windows_are_of_it():
