@@ -22,11 +22,16 @@ class CallClock:
     before: dict[str, float]  # what stages of each name had taken until then
     start: float = field(default_factory=time.perf_counter)
     checked: float = 0.0
+    begun: float | None = None
     done: float = 0.0
 
     def is_checked(self) -> None:
         """The request is a job now."""
         self.checked = time.perf_counter()
+
+    def is_begun(self) -> None:
+        """Somebody asks for rows, perhaps long after the check, and after other calls."""
+        self.begun = time.perf_counter()
 
     def is_done(self) -> None:
         """All rows have ended."""
@@ -66,7 +71,8 @@ class Figures:
         if self.trace.on:
             self.trace.note("check", clock.start, clock.checked)
             self.trace.note("assemble", clock.done, end)
-            self.trace.note("generate", clock.start, end, rows=job.rows, tokens=sum(lengths))
+            begun = clock.start if clock.begun is None else clock.begun
+            self.trace.note("generate", begun, end, rows=job.rows, tokens=sum(lengths))
             self.trace.settle()
             spent = {name: total - clock.before.get(name, 0.0) for name, total in self.trace.totals.items()}
             self.profile = profile(

@@ -145,6 +145,7 @@ class HybridEngineRollout(RolloutEngine):
         return self._finished_rows(job, clock)
 
     def _finished_rows(self, job: Job, clock: CallClock) -> Iterator[FinishedRow]:
+        clock.is_begun()
         for rows in self._rounds(job):
             for row in rows:
                 with torch.inference_mode(False):

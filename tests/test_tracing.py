@@ -86,6 +86,20 @@ def test_trace_is_json_with_nested_stages(tmp_path):
     assert len(named(events, "check")) == len(named(events, "assemble")) == 2
 
 
+def test_iterators_that_wait_for_one_another_nest(tmp_path):
+    rollout = rollout_of(tiny_model("qwen2_5"), enable_profiling=True)
+    request, sampling = RolloutRequest(*PROMPTS), SamplingConfig(max_new_tokens=4, temperature=0.0)
+    first, second = rollout.generate_iter(request, sampling), rollout.generate_iter(request, sampling)
+    assert len(list(first)) == 3
+    next(second)
+    rollout.sync_segki_weights()
+    assert len(list(second)) == 2
+    rollout.export_chrome_trace(tmp_path / "trace.json")
+    events = read(tmp_path / "trace.json")
+    assert_well_nested(events)
+    assert [len(named(events, name)) for name in ("check", "generate", "sync")] == [2, 2, 1]
+
+
 def test_answers_are_the_same_with_and_without():
     model = tiny_model()
     sampling = SamplingConfig(max_new_tokens=8, temperature=1.0, seed=3, n_samples_per_prompt=2)
