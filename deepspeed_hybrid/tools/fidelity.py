@@ -27,6 +27,7 @@ OURS, PLAIN = "deepspeed_hybrid", "deepspeed_hybrid, use_segki=False"
 DECODE, TRAINING = "transformers decode", "training forward"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 RATIO_EDGES = (0.5, 0.8, 0.9, 0.95, 0.99, 1.01, 1.05, 1.1, 1.25, 2.0)
+RANGES = (f"< {RATIO_EDGES[0]:g}", *(f">= {edge:g}" for edge in RATIO_EDGES))
 CLIP = 0.2  # of PPO's importance ratio
 HEADINGS = {
     "path": "path                              ",
@@ -102,6 +103,10 @@ def fidelity(
     print("  ".join(HEADINGS.values()))
     for row in found:
         print(_line(row))
+    print(f"\n{'importance ratios'.ljust(len(HEADINGS['path']))}  {'  '.join(RANGES)}")
+    for row in found:
+        counts = (str(count).rjust(len(name)) for name, count in zip(RANGES, row["ratios"], strict=True))
+        print(f"{row['path'].ljust(len(HEADINGS['path']))}  {'  '.join(counts)}")
     if by_decode is None:
         print(f"no row for {DECODE}: {decode_obstacle(model)}")
     if out is not None:

@@ -39,9 +39,9 @@ def test_no_stage_waits_and_answers_stay(rollouts, monkeypatch):
     accelerator = get_accelerator()
     push = accelerator.range_push
 
-    def counted(name: str) -> None:
+    def counted(name: str, *arguments, **options) -> None:
         ranges[name] += 1
-        push(name)
+        push(name, *arguments, **options)
 
     def never(*arguments):
         pytest.fail("the device was waited for")

@@ -46,6 +46,7 @@ def test_a_run_on_text_prints_and_writes_and_another_engine_is_compared(tmp_path
     assert main(["--traceback", "fidelity", *SMALL, "--layers", "4", "--train-seconds", "1.5", *files]) == 0
     printed = capsys.readouterr().out
     assert float(re.search(r"its loss is ([0-9.]+) nats", printed).group(1)) < math.log(text_model.VOCAB)
+    assert re.search(rf"^{OURS} +0( +0)+ +36( +0)+$", printed, re.MULTILINE)  # all ratios are between 0.99 and 1.01
     assert "the training forward: " in printed and plot.read_bytes().startswith(PNG)
     rows = {row["path"]: row for row in json.loads(out.read_text())["rows"]}
     assert list(rows) == [OURS, DECODE, TRAINING]
