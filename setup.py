@@ -14,7 +14,7 @@ setup(
     + ["deepspeed_hybrid.op_builder", "deepspeed_hybrid.csrc"],
     package_dir={"deepspeed_hybrid.op_builder": "op_builder", "deepspeed_hybrid.csrc": "csrc"},
     package_data={
-        "deepspeed_hybrid": ["py.typed"],
+        "deepspeed_hybrid": ["py.typed", "docs/*.md"],
         "deepspeed_hybrid.csrc": ["**/*.cu", "**/*.cuh", "**/*.cpp", "**/*.h"],
     },
 )

@@ -13,6 +13,7 @@ from deepspeed_hybrid.tools.bench_prefill import bench_prefill
 from deepspeed_hybrid.tools.bench_rollouts import PARTS, SCHEDULES, bench_rollouts
 from deepspeed_hybrid.tools.demo import demo
 from deepspeed_hybrid.tools.doctor import doctor
+from deepspeed_hybrid.tools.fidelity import DTYPES, fidelity
 from deepspeed_hybrid.tools.models import DEMO_SIZES, PRESETS
 from deepspeed_hybrid.tools.speculative_demo import speculative_demo
 
@@ -32,14 +33,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="deepspeed-hybrid",
-        description="Fast RL rollouts inside a DeepSpeed engine: a demo, a check of the machine, a benchmark.",
+        description="Fast RL rollouts inside a DeepSpeed engine: a demo, checks of machine and numbers, a benchmark.",
     )
     parser.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
     # DeepSpeed's launcher adds it; LOCAL_RANK says the same.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{demo,doctor,bench}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{demo,doctor,fidelity,bench}")
     _add_demo(commands)
     _add_doctor(commands)
+    _add_fidelity(commands)
     _add_bench(commands)
     return parser
 
@@ -75,6 +77,36 @@ def _add_doctor(commands) -> None:
     command.add_argument(
         "--backend", choices=BACKENDS, default="auto", help="fail unless it can run (default: %(default)s)"
     )
+
+
+def _add_fidelity(commands) -> None:
+    command = _command(commands, "fidelity", _fidelity, "how far logprobs of rollouts are from the training forward's")
+    command.add_argument(
+        "--model-config",
+        default="tiny",
+        metavar="PATH|PRESET",
+        help=f"one of {', '.join(PRESETS)} or a config.json (random weights), or a checkpoint (default: %(default)s)",
+    )
+    command.add_argument("--layers", type=_positive, metavar="N", help="only the first N layers")
+    command.add_argument(
+        "--train-seconds",
+        type=_duration,
+        default=0.0,
+        metavar="S",
+        help="first learn the sources of Python's standard library for so long (default: 0)",
+    )
+    for name, default, what in (("rows", 32, "rows"), ("prompt", 64, "tokens a prompt"), ("new", 128, "tokens a row")):
+        command.add_argument(f"--{name}", type=_positive, default=default, help=f"{what} (default: %(default)s)")
+    command.add_argument("--temperature", type=_temperature, default=1.0, help="of sampling (default: %(default)s)")
+    command.add_argument("--dtype", choices=DTYPES, help="of the weights (default: bf16 on a GPU, else fp32)")
+    command.add_argument("--segki", choices=SEGKI_CHOICES, default="on", help="segment kernels (default: %(default)s)")
+    command.add_argument("--seed", type=int, default=0, help="of weights and sampling (default: %(default)s)")
+    command.add_argument(
+        "--external", type=Path, metavar="FILE.json", help="what another engine answered, in the form of rows.json"
+    )
+    command.add_argument("--save", type=Path, metavar="FOLDER", help="the model as a checkpoint, and rows.json")
+    command.add_argument("--out", type=Path, metavar="FILE.json", help="write the rows there")
+    command.add_argument("--plot", type=Path, metavar="FILE.png", help="draw histograms of log importance ratios")
 
 
 def _add_bench(commands) -> None:
@@ -185,6 +217,20 @@ def _positive(text: str) -> int:
     return value
 
 
+def _duration(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be seconds, 0 or more; got {text}")
+    return value
+
+
+def _temperature(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be above 0; got {text}")
+    return value
+
+
 def _positives(text: str) -> list[int]:
     return [_positive(part) for part in text.split(",")]
 
@@ -223,6 +269,25 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _doctor(options: argparse.Namespace) -> int:
     return doctor(options.model, options.use_graph_capture, options.use_segki, options.backend)
+
+
+def _fidelity(options: argparse.Namespace) -> int:
+    return fidelity(
+        options.model_config,
+        options.layers,
+        options.train_seconds,
+        options.rows,
+        options.prompt,
+        options.new,
+        options.temperature,
+        options.dtype,
+        options.segki,
+        options.seed,
+        options.external,
+        options.save,
+        options.out,
+        options.plot,
+    )
 
 
 def _bench_decode(options: argparse.Namespace) -> int:

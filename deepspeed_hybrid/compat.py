@@ -193,8 +193,8 @@ def gdn_kernels(mixer: nn.Module) -> GdnKernels:
     if mixer.out_proj.weight.device.type != "cuda":
         functions = sys.modules[type(mixer).__module__]
         return GdnKernels(
-            chunk=_torch_function(functions, CHUNK_FUNCTION),
-            recurrent=_torch_function(functions, RECURRENT_FUNCTION),
+            chunk=torch_function(functions, CHUNK_FUNCTION),
+            recurrent=torch_function(functions, RECURRENT_FUNCTION),
             grouped=False,
             source="transformers (torch)",
         )
@@ -233,12 +233,12 @@ def bind_torch_gdn_without_gpu() -> list[str]:
         for function in (CHUNK_FUNCTION, RECURRENT_FUNCTION):
             if not hasattr(functions, function):
                 continue
-            setattr(functions, function, _torch_function(functions, function))
+            setattr(functions, function, torch_function(functions, function))
             rebound.append(f"{family}.{function}")
     return rebound
 
 
-def _torch_function(functions, name: str) -> Callable:
+def torch_function(functions, name: str) -> Callable:
     """The torch function under transformers' kernel decorators."""
     function = getattr(functions, name)
     if isinstance(function, nn.Module):

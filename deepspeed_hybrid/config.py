@@ -21,7 +21,8 @@ class HybridEngineRolloutConfig:
     Args:
         use_graph_capture: one CUDA graph per decode step, and one per shape of prompts. None: on where possible, and
             the profile says why not. True without a CUDA device is an error.
-        enable_profiling: fill ``get_last_profile()``; stage times then synchronize the device between stages.
+        enable_profiling: fill ``get_last_profile()``, keep stages for ``export_chrome_trace()``, and mark them as NVTX
+            ranges. Times on a GPU come from events, so that no stage waits for them.
         use_shared_prefill: samples of one prompt share its prefill. None: on.
         align_decode_fronts, enable_cache_trimming: accepted and without effect, since every row has a slot of its own.
         continuous_cache_capacity: tokens a slot can hold. None: what the request needs. Too small is an error.

@@ -3,8 +3,101 @@
 # DeepSpeed Team
 """Figures of the last call, under DeepSpeed's names and a few more."""
 
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
 from deepspeed_hybrid.generation.arena import Arena
 from deepspeed_hybrid.generation.loop import LoopStats
+from deepspeed_hybrid.generation.trace import Tracer
+from deepspeed_hybrid.job import Job
+
+
+@dataclass
+class CallClock:
+    """When a call began, and when its stages of the host ended, in seconds of ``time.perf_counter()``."""
+
+    before: dict[str, float]  # what stages of each name had taken until then
+    start: float = field(default_factory=time.perf_counter)
+    checked: float = 0.0
+    begun: float | None = None
+    done: float = 0.0
+
+    def is_checked(self) -> None:
+        """The request is a job now."""
+        self.checked = time.perf_counter()
+
+    def is_begun(self) -> None:
+        """Somebody asks for rows, perhaps long after the check, and after other calls."""
+        self.begun = time.perf_counter()
+
+    def is_done(self) -> None:
+        """All rows have ended."""
+        self.done = time.perf_counter()
+
+
+class Figures:
+    """What the last call that came to its end took.
+
+    Args:
+        profiled: fill in ``profile``, and trace stages for it.
+        device: where the rows run.
+    """
+
+    def __init__(self, profiled: bool, device: torch.device):
+        self.trace = Tracer(profiled, device)
+        self.profile: dict | None = None
+        self.continuous_stats: dict | None = None
+
+    def clock(self) -> CallClock:
+        """Of a call that begins now."""
+        return CallClock(dict(self.trace.totals))
+
+    def take(self, job: Job, clock: CallClock, arena: Arena, extra: Callable[[], dict]) -> None:
+        """Fill in everything; ``extra()`` is what else the profile says."""
+        end = time.perf_counter()
+        times = {
+            "prompt_expansion_ms": (clock.checked - clock.start) * 1000,
+            "generation_ms": (clock.done - clock.checked) * 1000,
+            "post_processing_ms": (end - clock.done) * 1000,
+            "total_ms": (end - clock.start) * 1000,
+        }
+        lengths = job.answers.lengths.tolist()
+        if job.continuous_slots is not None:
+            peak = max(job.prompts.lengths[row // job.plan.samples] + length for row, length in enumerate(lengths))
+            self.continuous_stats = continuous_stats(job.stats, arena, lengths, peak, times["total_ms"])
+        if self.trace.on:
+            self.trace.note("check", clock.start, clock.checked)
+            self.trace.note("assemble", clock.done, end)
+            begun = clock.start if clock.begun is None else clock.begun
+            self.trace.note("generate", begun, end, rows=job.rows, tokens=sum(lengths))
+            self.trace.settle()
+            spent = {name: total - clock.before.get(name, 0.0) for name, total in self.trace.totals.items()}
+            self.profile = profile(
+                job.stats,
+                lengths,
+                len(job.prompts.lengths),
+                job.plan.samples,
+                job.request.prompt_ids.shape[1],
+                {**times, **stage_times(spent)},
+                job.continuous_slots,
+                extra(),
+            )
+
+
+def stage_times(spent: dict[str, float]) -> dict[str, float]:
+    """Times in ms from seconds by the names of stages. A prompt's capture is also part of its prefill."""
+    names = {
+        "weights_ms": ("weights",),
+        "setup_ms": ("setup", "shrink"),
+        "prefill_forward_ms": ("prefill", "refill"),
+        "refill_forward_ms": ("refill",),
+        "decode_forward_ms": ("decode",),
+        "capture_ms": ("capture",),
+    }
+    return {key: 1000 * sum(spent.get(stage, 0.0) for stage in stages) for key, stages in names.items()}
 
 
 def profile(
@@ -17,15 +110,20 @@ def profile(
     slots: int | None,
     extra: dict,
 ) -> dict:
-    """The dict of ``get_last_profile()``: times in ms, tokens per second over the whole call."""
+    """The dict of ``get_last_profile()``: times in ms, tokens per second over the whole call.
+
+    ``generation_ms`` is ``weights_ms`` (copies of weights made fresh), ``setup_ms`` (room, moves to fewer lanes, and
+    captures of steps), ``prefill_forward_ms`` (of that, ``refill_forward_ms`` for slots whose rows had ended),
+    ``decode_forward_ms`` and the rest, ``generation_overhead_ms``. ``capture_ms`` is part of setup and of prefills.
+    """
     tokens = sum(lengths)
     generation = times["generation_ms"]
+    stages = ("weights_ms", "setup_ms", "prefill_forward_ms", "decode_forward_ms")
     result = {
         "prompt_expansion_ms": times["prompt_expansion_ms"],
         "generation_ms": generation,
-        "prefill_forward_ms": stats.prefill_ms,
-        "decode_forward_ms": stats.decode_ms,
-        "generation_overhead_ms": max(0.0, generation - stats.prefill_ms - stats.decode_ms),
+        **{name: times[name] for name in (*stages, "refill_forward_ms", "capture_ms")},
+        "generation_overhead_ms": max(0.0, generation - sum(times[name] for name in stages)),
         "num_prefill_forwards": stats.prefill_forwards,
         "num_prefill_replays": stats.prefill_replays,
         "num_decode_forwards": stats.decode_forwards,

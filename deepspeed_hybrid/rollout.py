@@ -4,9 +4,9 @@
 """The rollout engine: generation between optimizer steps, on the weights that train."""
 
 import functools
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import torch
 from deepspeed.runtime.rollout.base import RolloutEngine, RolloutRequest
@@ -20,6 +20,7 @@ from deepspeed_hybrid.config import HybridEngineRolloutConfig
 from deepspeed_hybrid.generation.arena import Arena
 from deepspeed_hybrid.generation.assemble import assemble, finished_row
 from deepspeed_hybrid.generation.batch import FinishedRow, RolloutBatch
+from deepspeed_hybrid.generation.chrome_trace import write_chrome_trace
 from deepspeed_hybrid.generation.graph import GraphRunner
 from deepspeed_hybrid.generation.loop import run_rows
 from deepspeed_hybrid.generation.peers import ROUND, SYNC
@@ -29,7 +30,7 @@ from deepspeed_hybrid.generation.requests import pad_id
 from deepspeed_hybrid.generation.tail import TailShrink
 from deepspeed_hybrid.job import Job, check_job
 from deepspeed_hybrid.paths import Paths, resolve_paths
-from deepspeed_hybrid.profile import continuous_stats, profile
+from deepspeed_hybrid.profile import CallClock, Figures
 from deepspeed_hybrid.segments.fingerprint import SeenModel
 from deepspeed_hybrid.segments.modes import evaluating
 from deepspeed_hybrid.segments.weights import WeightSyncReport
@@ -66,7 +67,8 @@ class HybridEngineRollout(RolloutEngine):
         self.cfg = HybridEngineRolloutConfig.from_object(cfg)
         self._paths: Paths = resolve_paths(engine, self.cfg)
         self._injection = self._paths.injection
-        self._graphs = GraphRunner(self.cfg.max_graphs) if self._paths.graph else None
+        self._figures = Figures(self.cfg.enable_profiling, self._paths.device)
+        self._graphs = GraphRunner(self.cfg.max_graphs, self._figures.trace) if self._paths.graph else None
         self._speculation = make_speculation(self.cfg, self._paths)
         self._arena = Arena(
             self._paths.call,
@@ -82,8 +84,6 @@ class HybridEngineRollout(RolloutEngine):
         self._look()
         self._changes = 0  # how often the model was found changed
         self._unfit = False  # whether the arena was made before the last change
-        self._last_profile: dict | None = None
-        self._last_continuous_stats: dict | None = None
         self._run = 0  # counts calls, so that an iterator left open knows when its slots were taken
         self._closed = False
         for line in self._paths.notes:
@@ -100,7 +100,8 @@ class HybridEngineRollout(RolloutEngine):
         """On CUDA prompts have the same shapes whether graphs are on or not, and so the same numbers."""
         if self._paths.device.type != "cuda":
             return None
-        runner = GraphRunner(PROMPT_GRAPHS * self.cfg.max_graphs) if self._paths.graph else None
+        most, trace = PROMPT_GRAPHS * self.cfg.max_graphs, self._figures.trace
+        runner = GraphRunner(most, trace) if self._paths.graph else None
         return PromptGraphs(self._paths.call, runner, lambda: self._injection.prompt_obstacle)
 
     # ------------------------------------------------------------------------------------------------- generation
@@ -122,13 +123,13 @@ class HybridEngineRollout(RolloutEngine):
             RuntimeError: after ``shutdown()``, or after an optimizer step without a sync where weights are gathered;
                 or another rank that shares the model has refused the call or has failed.
         """
-        start = time.perf_counter()
+        clock = self._figures.clock()
         job = self._agree(request, sampling)
-        ready = time.perf_counter()
+        clock.is_checked()
         self._run_to_the_end(job)
-        done = time.perf_counter()
+        clock.is_done()
         batch = assemble(request, job.plan.samples, job.answers, pad_id(self.tokenizer))
-        self._take_figures(job, start, ready, done)
+        self._figures.take(job, clock, self._arena, self._more_figures)
         return batch
 
     def generate_iter(self, request: RolloutRequest, sampling: BaseSamplingConfig) -> Iterator[FinishedRow]:
@@ -137,23 +138,27 @@ class HybridEngineRollout(RolloutEngine):
         Closing the iterator early abandons the rows still running; the next call starts clean. The figures of a run
         that came to its end include what the caller did between rows.
         """
-        start = time.perf_counter()
+        clock = self._figures.clock()
         with torch.inference_mode(False):
             job = self._agree(request, sampling)
-        return self._finished_rows(job, start, time.perf_counter())
+        clock.is_checked()
+        return self._finished_rows(job, clock)
 
-    def _finished_rows(self, job: Job, start: float, ready: float) -> Iterator[FinishedRow]:
+    def _finished_rows(self, job: Job, clock: CallClock) -> Iterator[FinishedRow]:
+        clock.is_begun()
         for rows in self._rounds(job):
             for row in rows:
                 with torch.inference_mode(False):
                     finished = finished_row(job.answers, row, job.request.prompt_ids.device)
                 yield finished
-        self._take_figures(job, start, ready, time.perf_counter())
+        clock.is_done()
+        self._figures.take(job, clock, self._arena, self._more_figures)
 
     def _run_to_the_end(self, job: Job) -> None:
         """Run the job in one go: nobody can have touched the model since it was prepared."""
         with self._numbered(), self._paths.peers.together():
-            self._injection.freshen()
+            with self._figures.trace.span("weights"):
+                self._injection.freshen()
             with self._generating():
                 for _ in self._begin(job):
                     pass
@@ -175,7 +180,8 @@ class HybridEngineRollout(RolloutEngine):
                     raise RuntimeError("the model was changed while rows were running in a captured graph")
                 self._paths.peers.meet(ROUND)  # what a caller does between rows may take one rank longer
                 with self._paths.peers.together():
-                    self._injection.freshen()  # packed copies follow parameters that were written without notice
+                    with self._figures.trace.span("weights"):
+                        self._injection.freshen()  # packed copies follow parameters that were written without notice
                     with self._generating():
                         rounds = rounds or self._begin(job, watched=True)
                         rows = next(rounds, None)
@@ -202,21 +208,23 @@ class HybridEngineRollout(RolloutEngine):
 
     def _begin(self, job: Job, watched: bool = False) -> Iterator[list[int]]:
         """Make room, prepare the step (a capture, where there is none yet), and give the rounds of the loop."""
-        self._arena.reserve(job.slots, job.tokens, job.plan.kind)
-        if self._speculation is not None:
-            self._speculation.begin()
+        with self._figures.trace.span("setup"):
+            self._arena.reserve(job.slots, job.tokens, job.plan.kind)
+            if self._speculation is not None:
+                self._speculation.begin()
+            step = self._arena.begin(job.plan)
         return run_rows(
             self._arena,
             job.prompts,
             job.plan,
-            self._arena.begin(job.plan),
+            step,
             job.slots,
             job.answers,
             job.stats,
             self.cfg.poll_every,
             self.cfg.use_shared_prefill is not False,
             job.keeps,
-            self.cfg.enable_profiling,
+            self._figures.trace,
             TailShrink(self.cfg.shrink_tail),
             Progress(self.cfg.progress, job.rows),
             watched,
@@ -282,7 +290,8 @@ class HybridEngineRollout(RolloutEngine):
             self._speculation.drafter.refresh()
         self._paths.peers.meet(SYNC)
         try:
-            return self._injection.sync()
+            with self._figures.trace.span("sync"):
+                return self._injection.sync()
         except BaseException:
             if gathered is not None:  # half of the copies may be of another step, and no count of steps tells
                 self.release_memory()
@@ -338,42 +347,33 @@ class HybridEngineRollout(RolloutEngine):
 
     def get_last_profile(self) -> dict | None:
         """Times (ms) and rates of the last ``generate()``; None unless ``enable_profiling``."""
-        return self._last_profile
+        return self._figures.profile
+
+    def export_chrome_trace(self, path: str | Path) -> None:
+        """Write the stages of the last calls and syncs (some 65,000 stages) as JSON for chrome://tracing or Perfetto.
+
+        The row 'host' has when the host queued a stage, 'device (stream)' when a GPU was at it.
+
+        Raises:
+            RuntimeError: without ``enable_profiling``, since nothing was recorded.
+        """
+        if not self._figures.trace.on:
+            raise RuntimeError("export_chrome_trace() needs enable_profiling=True in the configuration")
+        self._figures.trace.settle()
+        write_chrome_trace(path, self._figures.trace.spans)
 
     def get_last_continuous_stats(self) -> dict | None:
         """Slots, refills, occupancy and rates of the last call with a ``continuous_batch_size``."""
-        return self._last_continuous_stats
+        return self._figures.continuous_stats
 
-    def _take_figures(self, job: Job, start: float, ready: float, done: float) -> None:
-        end = time.perf_counter()
-        times = {
-            "prompt_expansion_ms": (ready - start) * 1000,
-            "generation_ms": (done - ready) * 1000,
-            "post_processing_ms": (end - done) * 1000,
-            "total_ms": (end - start) * 1000,
+    def _more_figures(self) -> dict:
+        """What a profile says beside times and rows."""
+        captures = {
+            "graph_captures": 0 if self._graphs is None else self._graphs.captures,
+            "prefill_graph_captures": self._arena.prefill_captures,
         }
-        lengths = job.answers.lengths.tolist()
-        if job.continuous_slots is not None:
-            peak = max(job.prompts.lengths[row // job.plan.samples] + length for row, length in enumerate(lengths))
-            self._last_continuous_stats = continuous_stats(job.stats, self._arena, lengths, peak, times["total_ms"])
-        if self.cfg.enable_profiling:
-            captures = {
-                "graph_captures": 0 if self._graphs is None else self._graphs.captures,
-                "prefill_graph_captures": self._arena.prefill_captures,
-            }
-            self._last_profile = profile(
-                job.stats,
-                lengths,
-                len(job.prompts.lengths),
-                job.plan.samples,
-                job.request.prompt_ids.shape[1],
-                times,
-                job.continuous_slots,
-                {**captures, **self._paths.reasons(), **self._speculative_figures()},
-            )
-
-    def _speculative_figures(self) -> dict:
-        return {} if self._speculation is None else {"speculation": self._speculation.stats.summary()}
+        speculative = {} if self._speculation is None else {"speculation": self._speculation.stats.summary()}
+        return {**captures, **self._paths.reasons(), **speculative}
 
     # ----------------------------------------------------------------------------------------------------- memory
 

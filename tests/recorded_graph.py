@@ -117,7 +117,7 @@ def recording_accelerator() -> Iterator[RecordingAccelerator]:
 
 def capture_steps(rollout: HybridEngineRollout, max_graphs: int = 8) -> GraphRunner:
     """Have a CPU rollout capture and replay its steps; use within :func:`recording_accelerator`."""
-    rollout._graphs = rollout._arena.graphs = GraphRunner(max_graphs)
+    rollout._graphs = rollout._arena.graphs = GraphRunner(max_graphs, rollout._figures.trace)
     return rollout._graphs
 
 

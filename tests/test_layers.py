@@ -22,7 +22,7 @@ LAYERS = [
     ["generation"],
     ["speculative"],
     ["agreement", "job", "paths", "profile", "rollout", "speculation"],
-    ["__init__", "__main__", "bench", "cli", "demo", "doctor", "factory", "integrations", "tools"],
+    ["__init__", "__main__", "bench", "cli", "demo", "docs", "doctor", "factory", "integrations", "tools"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

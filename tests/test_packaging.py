@@ -71,7 +71,7 @@ def files_below(*folders: str, suffixes: set[str]) -> set[str]:
 
 @needs_wheel
 def test_wheel_holds_the_package_and_nothing_else(wheel):
-    modules = files_below("deepspeed_hybrid", suffixes={".py", ".typed"})
+    modules = files_below("deepspeed_hybrid", suffixes={".py", ".typed", ".md"})
     beside = files_below("op_builder", suffixes={".py"}) | files_below("csrc", suffixes=CSRC_SUFFIXES)
     expected = modules | {f"deepspeed_hybrid/{name}" for name in beside}
 

@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed_hybrid.generation.trace import OFF, Tracer
+
 WARMUPS = 2
 
 
@@ -31,10 +33,11 @@ class GraphRunner:
 
     Args:
         max_graphs: how many to keep. The least recently used is dropped, and its memory returns to the shared pool.
+        trace: is told of captures, as 'capture'.
     """
 
-    def __init__(self, max_graphs: int):
-        self.max_graphs = max_graphs
+    def __init__(self, max_graphs: int, trace: Tracer = OFF):
+        self.max_graphs, self.trace = max_graphs, trace
         self.captures = 0
         self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
         self._pool = None
@@ -63,7 +66,8 @@ class GraphRunner:
         """
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._capture(step, harmless, warmups)
+            with self.trace.span("capture"):
+                graph = self._capture(step, harmless, warmups)
             self._graphs[key] = graph
             while len(self._graphs) > self.max_graphs:
                 self._graphs.popitem(last=False)

@@ -3,7 +3,6 @@
 # DeepSpeed Team
 """The host's side: admit rows, replay steps, look at the stop flags, hand out finished rows."""
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from deepspeed_hybrid.generation.scheduler import SlotScheduler
 from deepspeed_hybrid.generation.state import DecodeState
 from deepspeed_hybrid.generation.step import advance
 from deepspeed_hybrid.generation.tail import TailShrink
+from deepspeed_hybrid.generation.trace import Tracer
 from deepspeed_hybrid.generation.transfer import upload
 
 
@@ -55,7 +55,7 @@ class Answers:
 
 @dataclass
 class LoopStats:
-    """Counts of one run; stage times in ms only where stages are timed."""
+    """Counts of one run."""
 
     slots: int = 0
     prefill_forwards: int = 0
@@ -65,8 +65,6 @@ class LoopStats:
     refills: int = 0
     shrinks: int = 0  # moves of the last rows to fewer lanes
     lane_steps: int = 0
-    prefill_ms: float = 0.0
-    decode_ms: float = 0.0
     queued_steps: int = 0  # decode forwards before the last row had its slot
     admitted_at: dict[int, int] = field(default_factory=dict)  # row -> decode forwards before it had its slot
     retired_at: dict[int, int] = field(default_factory=dict)  # and when it was seen to have ended
@@ -84,7 +82,7 @@ def run_rows(
     poll_every: int,
     shared_prefill: bool,
     keeps: bool,
-    timed: bool,
+    trace: Tracer,
     tail: TailShrink,
     progress: Progress,
     watched: bool = False,
@@ -100,23 +98,23 @@ def run_rows(
         poll_every: steps between two looks at the stop flags, on a device that runs ahead of the host.
         shared_prefill: prefill a prompt once for all of its samples that get a slot at the same time.
         keeps: and for those that wait.
-        timed: synchronize around the stages and fill in their times.
+        trace: is told of stages: 'prefill', 'refill' of slots whose rows have ended, 'shrink', 'decode', 'collect'.
         tail: says when to go on with fewer lanes.
         progress: is told of rows and tokens.
         watched: whoever takes the rows may write to the weights meanwhile, so that no prompt is kept for longer.
     """
     state = arena.state
-    clock = StageClock(timed)
     scheduler = SlotScheduler(len(prompts.lengths) * plan.samples, slots)
     flags = StopFlags(state)
     kept = KeptPrompt(keeps) if shared_prefill else None
     stats.slots = slots
     steps_left = 0
+    step = trace.ranged("decode step", step)
     with progress:
         while scheduler.busy:
             placed = scheduler.admit()
             if placed:
-                with clock.stage(stats, "prefill_ms"):
+                with trace.span("refill" if stats.admissions else "prefill", rows=len(placed)):
                     forwards, replays = arena.model.forwards, arena.prefill_replays
                     _admit(arena, prompts, plan, placed, kept)
                     stats.prefill_forwards += arena.model.forwards - forwards
@@ -131,12 +129,14 @@ def run_rows(
             elif not scheduler.waiting:
                 fewer = tail.lanes(scheduler.running, arena.lanes, stats.decode_forwards, steps_left)
                 if fewer is not None:
-                    step = arena.shrink(fewer, scheduler.compact(fewer), plan)
+                    with trace.span("shrink", lanes=fewer):
+                        step = trace.ranged("decode step", arena.shrink(fewer, scheduler.compact(fewer), plan))
                     stats.shrinks += 1
             burst = min(poll_every if flags.asynchronous else 1, steps_left)
-            with clock.stage(stats, "decode_ms"):
-                for _ in range(burst):
-                    step()
+            if burst:
+                with trace.span("decode", steps=burst, lanes=arena.lanes, rows=scheduler.running):
+                    for _ in range(burst):
+                        step()
             steps_left -= burst
             stats.decode_forwards += burst
             stats.lane_steps += burst * arena.lanes
@@ -147,7 +147,8 @@ def run_rows(
             if finished:
                 rows = [scheduler.retire(slot) for slot in finished]
                 stats.retired_at.update((row, stats.decode_forwards) for row in rows)
-                answers.take(state, finished, rows)
+                with trace.span("collect", rows=len(rows)):
+                    answers.take(state, finished, rows)
                 progress.add(rows=len(rows))
                 yield rows
                 if watched and kept is not None:
@@ -261,29 +262,3 @@ class StopFlags:
                 event.synchronize()
             ended.update(row for row, parked in zip(then, flags.tolist(), strict=True) if parked)
         return [slot for slot, row in enumerate(occupants) if row is not None and row in ended]
-
-
-class StageClock:
-    """Times of stages, in ms; a no-op unless ``timed``."""
-
-    def __init__(self, timed: bool):
-        self.timed = timed
-
-    def stage(self, stats: LoopStats, name: str) -> "_Stage":
-        return _Stage(self.timed, stats, name)
-
-
-class _Stage:
-    def __init__(self, timed: bool, stats: LoopStats, name: str):
-        self.timed, self.stats, self.name = timed, stats, name
-
-    def __enter__(self) -> None:
-        if self.timed:
-            get_accelerator().synchronize()
-            self.start = time.perf_counter()
-
-    def __exit__(self, *exception) -> None:
-        if self.timed:
-            get_accelerator().synchronize()
-            spent = (time.perf_counter() - self.start) * 1000
-            setattr(self.stats, self.name, getattr(self.stats, self.name) + spent)

@@ -52,6 +52,29 @@ def _tiny() -> PretrainedConfig:
     return demo_config("small", 512, pad_token_id=0, bos_token_id=None, eos_token_id=None)
 
 
+def _qwen3_5_small() -> PretrainedConfig:
+    """27 million parameters in layers: enough to learn bytes of text in a minute."""
+    return Qwen3_5TextConfig(
+        vocab_size=512,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=128,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        rope_parameters=_rope(1e4, [6, 5, 5]),
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
 def _qwen3_5_4b() -> PretrainedConfig:
     return Qwen3_5TextConfig(
         vocab_size=248320,
@@ -83,7 +106,7 @@ def _rope(theta: float, section: list[int]) -> dict:
     )
 
 
-PRESETS = {"tiny": _tiny, "qwen3.5-4b": _qwen3_5_4b}
+PRESETS = {"tiny": _tiny, "qwen3.5-small": _qwen3_5_small, "qwen3.5-4b": _qwen3_5_4b}
 
 
 def load_config(source: str | Path) -> PretrainedConfig:
@@ -98,6 +121,27 @@ def load_config(source: str | Path) -> PretrainedConfig:
     if not path.exists():
         raise ValueError(f"model config must be a config.json or one of {', '.join(PRESETS)}; got {source}")
     return AutoConfig.from_pretrained(path).get_text_config(decoder=True)
+
+
+def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
+    """The first ``layers`` of a configuration's layers.
+
+    Raises:
+        ValueError: it has fewer.
+    """
+    if layers > config.num_hidden_layers:
+        raise ValueError(f"layers must be at most the configuration's {config.num_hidden_layers}; got {layers}")
+    fewer = type(config).from_dict(config.to_dict())
+    if getattr(config, "layer_types", None):
+        fewer.layer_types = config.layer_types[:layers]
+    fewer.num_hidden_layers = layers
+    return fewer
+
+
+def is_checkpoint(source: str | Path) -> bool:
+    """Whether it is a folder with weights in it."""
+    folder = Path(source)
+    return folder.is_dir() and any(any(folder.glob(name)) for name in ("*.safetensors", "pytorch_model*.bin"))
 
 
 def shrunk(config: PretrainedConfig) -> PretrainedConfig:

@@ -18,6 +18,7 @@ import deepspeed_hybrid
 from deepspeed_hybrid.tools.device import gpu_name
 
 DISTRIBUTIONS = ("triton", "transformers", "deepspeed", "flash-linear-attention")
+BINS = 81  # of a histogram; odd, so that 0 lies within one
 NO_MATPLOTLIB = "no plot was drawn: matplotlib is not installed; pip install matplotlib"
 
 
@@ -47,28 +48,56 @@ def draw(
         lines: label -> values, as many as ``x``.
         log: logarithmic axes, with ticks at ``x``.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        print(NO_MATPLOTLIB)
+    axes = _new_axes()
+    if axes is None:
         return False
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
     for label, values in lines.items():
         axes.plot(x, values, label=label, marker="o" if len(x) < 20 else None)
     if log:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(x, [f"{value:g}" for value in x])
+    _save(axes, path, xlabel, ylabel)
+    return True
+
+
+def draw_histograms(path: Path, values: Mapping[str, Sequence[float]], xlabel: str, ylabel: str) -> bool:
+    """Outlines of histograms over common bins, counts on a logarithmic axis, as PNG. As :func:`draw` otherwise.
+
+    Args:
+        values: label -> what is counted.
+    """
+    axes = _new_axes()
+    if axes is None:
+        return False
+    furthest = max(abs(value) for each in values.values() for value in each) or 1.0
+    for label, each in values.items():
+        axes.hist(each, bins=BINS, range=(-furthest, furthest), histtype="step", label=label)
+    axes.set_yscale("log")
+    _save(axes, path, xlabel, ylabel)
+    return True
+
+
+def _new_axes():
+    """Of a figure that needs no display; None, and a line that says why, where matplotlib is missing."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        print(NO_MATPLOTLIB)
+        return None
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure.add_subplot()
+
+
+def _save(axes, path: Path, xlabel: str, ylabel: str) -> None:
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     axes.grid(alpha=0.3)
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    return True
+    axes.figure.savefig(path, dpi=150)
 
 
 def versions() -> dict[str, str | None]:
