@@ -83,7 +83,7 @@ def draw(rows: list[dict], seeds: list[int], steps: int, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=320)
     parser.add_argument("--out", type=Path, default=Path("experiments/results/trl_cpu.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -133,8 +133,8 @@ class TrainerRollout:
         if trainer is self._trainer:
             return
         refuse_trainer(trainer)
-        self._trainer, self._synced = trainer, None
-        self._current()
+        sampling_of(trainer, samples=1, seed=0)
+        self._trainer = trainer
         self._trainer.use_vllm, self._trainer.vllm_mode = True, HybridEngineRollout.name
         self._trainer.vllm_generation = self
         self._trainer._last_loaded_step = trainer.state.global_step

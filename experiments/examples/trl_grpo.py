@@ -58,20 +58,23 @@ def config(steps: int, stage: int, seed: int, folder: str, **options) -> GRPOCon
     return GRPOConfig(**{**shared, **options})
 
 
-def tiny_trainer(steps: int, stage: int, seed: int, rollout: TrainerRollout | None, folder: str) -> GRPOTrainer:
-    """Reverse letters from nothing. ``rollout`` None: as TRL generates by itself."""
+def tiny_trainer(
+    steps: int, stage: int, seed: int, rollout: TrainerRollout | None, folder: str, **options
+) -> GRPOTrainer:
+    """Reverse letters from nothing. ``rollout`` None: as TRL generates by itself. ``options`` are GRPOConfig's."""
     tokenizer = transformers_tokenizer()
     special_ids = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     model = build_model(demo_config("tiny", len(tokenizer), **special_ids), seed, dtype=torch.float32).train()
     decay_slowly(model)
-    options = dict(
-        max_completion_length=TASK.answer_width,
-        learning_rate=2e-3,
-        warmup_steps=10,
-        adam_beta2=0.99,
-        entropy_coef=0.02,
-        gradient_checkpointing=False,
-    )
+    options = {
+        "max_completion_length": TASK.answer_width,
+        "learning_rate": 2e-3,
+        "warmup_steps": 10,
+        "adam_beta2": 0.99,
+        "entropy_coef": 0.02,
+        "gradient_checkpointing": False,
+        **options,
+    }
     return GRPOTrainer(
         model,
         points,
@@ -119,7 +122,7 @@ def right_sum(completions: list, answer: list[int], **columns) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", metavar="PATH", help="a checkpoint of transformers (default: a tiny model)")
-    parser.add_argument("--steps", type=int, default=200, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=320, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), default=2, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     options = parser.parse_args()
