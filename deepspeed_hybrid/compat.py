@@ -3,7 +3,6 @@
 # DeepSpeed Team
 """Every difference between versions of transformers and DeepSpeed, found by looking at features, never at numbers."""
 
-import importlib
 import importlib.util
 import inspect
 import os
@@ -30,8 +29,9 @@ __all__ = [
 
 GDN_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 CHUNK_FUNCTION, RECURRENT_FUNCTION = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
-CAPTURING_HOOKS = "transformers.utils.output_capturing"
+NEUTRAL_HOOKS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
 ZERO3_ATTRIBUTES = {"all_parameters", "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn"}
+TRAINING_ATTRIBUTES = ("ds_", "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook")
 ATTENTION_WITH_DENSE_MASKS = ("sdpa", "eager")
 # Where the functions come from that a ZeRO-3 engine hooks into modules; its profiling decorator hides some origins.
 ZERO3_HOOK_SOURCES = ("deepspeed.runtime.engine", "deepspeed.runtime.zero.", "deepspeed.utils.nvtx")
@@ -79,18 +79,18 @@ def facts(module: nn.Module) -> set[str]:
 
 
 def is_bookkeeping(name: str) -> bool:
-    """Whether an attribute of a module says nothing of what its forward does."""
-    return name.startswith("ds_") or name in ZERO3_ATTRIBUTES or name == "training"
+    """Whether an attribute of a module says nothing of what its forward does when it does not train."""
+    return name.startswith(TRAINING_ATTRIBUTES) or name in ZERO3_ATTRIBUTES or name == "training"
 
 
 def hooks_of(module: nn.Module) -> tuple:
-    """Forward hooks that may change something. Those by which transformers captures hidden states, and which it
-    leaves behind, only look on, and only where somebody asks for hidden states."""
+    """Forward hooks that may change something. Those by which transformers captures hidden states only look on, and
+    those that it hangs on embeddings for activation checkpointing only ask for gradients; it leaves both behind."""
     before, behind = module.__dict__["_forward_pre_hooks"], module.__dict__["_forward_hooks"]
     if not before and not behind:
         return ()
     hooks = (*before.values(), *behind.values())
-    return tuple(hook for hook in hooks if not (getattr(hook, "__module__", None) or "").startswith(CAPTURING_HOOKS))
+    return tuple(hook for hook in hooks if not (getattr(hook, "__module__", None) or "").startswith(NEUTRAL_HOOKS))
 
 
 def global_hooks() -> tuple:

@@ -6,6 +6,9 @@
 from collections.abc import Sequence
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 LETTERS = "abcd"
 LENGTH = 3
@@ -35,6 +38,21 @@ class ByteTokenizer:
         ids = [[self.pad_token_id] * (width - len(row)) + row for row in rows]
         mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
         return torch.tensor(ids), torch.tensor(mask)
+
+
+def transformers_tokenizer() -> PreTrainedTokenizerFast:
+    """:class:`ByteTokenizer` for trainers that want one of transformers'; a prompt begins with a BOS there too."""
+    special = {"<pad>": 0, "<bos>": 1, "<eos>": 2}
+    letters = {letter: byte + ByteTokenizer.first_byte for byte, letter in bytes_to_unicode().items()}
+    tokenizer = Tokenizer(models.BPE(vocab={**special, **letters}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", special["<bos>"])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", padding_side="left"
+    )
 
 
 class ReverseTask:

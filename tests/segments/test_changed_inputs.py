@@ -156,11 +156,17 @@ def test_a_changed_gated_norm_runs_as_it_is(family, change, ops_of_prompts):
 
 def test_gradient_checkpointing_leaves_chains_alone():
     model = tiny_model()
-    # Its name of transformers' later versions, which warn of the earlier one.
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    # Its names of transformers' later versions, which warn of the earlier ones.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    disable = getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)
+    enable()
     rollout = rollout_of(model)
-    assert set(rollout._injection.unchained.values()) == {None}
+    assert set(rollout._injection.unchained.values()) == set(rollout._injection.inputs.values()) == {None}
     assert_like_hugging_face(rollout, model)
+    for change in (disable, enable):  # as trainers do around every generation
+        change()
+        assert_like_hugging_face(rollout, model)
+    assert rollout._changes == 0
 
 
 class Exchanging(_DecoratorContextManager):
