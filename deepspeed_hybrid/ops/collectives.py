@@ -10,6 +10,7 @@ from datetime import timedelta
 import deepspeed
 import torch
 import torch.distributed
+from deepspeed.comm.comm import comms_logger
 
 
 def everyones(mine: torch.Tensor, group) -> torch.Tensor:
@@ -23,7 +24,11 @@ def everyones(mine: torch.Tensor, group) -> torch.Tensor:
 def capture_obstacle(group) -> str | None:
     """Why what goes between the ranks of a group cannot be part of a CUDA graph, or None."""
     backend = torch.distributed.get_backend(group)
-    return None if backend == "nccl" else f"collective operations of the backend {backend!r} cannot be captured"
+    if backend != "nccl":
+        return f"collective operations of the backend {backend!r} cannot be captured"
+    if comms_logger.enabled:
+        return "DeepSpeed's comms_logger waits for every collective operation, which a capture does not permit"
+    return None
 
 
 def waits_are_bounded(group) -> bool:

@@ -5,6 +5,7 @@
 
 from datetime import timedelta
 
+import deepspeed
 import pytest
 import torch
 
@@ -31,6 +32,13 @@ def test_what_every_rank_passes(group):
 
 def test_gloo_is_no_part_of_a_graph(group):
     assert "'gloo'" in capture_obstacle(group)
+
+
+def test_nccl_is_unless_deepspeed_waits_to_log_it(group, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "nccl")
+    assert capture_obstacle(group) is None
+    monkeypatch.setattr(deepspeed.comm.comm.comms_logger, "enabled", True)
+    assert "comms_logger" in capture_obstacle(group)
 
 
 def test_waits_are_bounded_inside_and_as_before_behind(group):
