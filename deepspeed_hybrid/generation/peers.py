@@ -97,7 +97,7 @@ class Peers:
             return
         run = f"deepspeed_hybrid/{torch.distributed.get_process_group_ranks(self.group)[0]}/{next(RUNS)}"
         try:
-            with bounded_waits(self.group, PATIENCE):
+            with bounded_waits(self.group, self.device, PATIENCE):
                 yield
         except GeneratorExit:
             raise
@@ -126,7 +126,7 @@ class Peers:
             if None not in messages:
                 return
             time.sleep(0.05)
-        if not waits_are_bounded(self.group):
+        if not waits_are_bounded(self.group, self.device):
             self._lost = "this rank failed, and others may be waiting for it"
 
     def _told(self, run: str) -> str | None:
