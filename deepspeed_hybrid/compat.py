@@ -31,7 +31,7 @@ __all__ = [
 GDN_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 CHUNK_FUNCTION, RECURRENT_FUNCTION = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
 CAPTURING_HOOKS = "transformers.utils.output_capturing"
-ZERO3_ATTRIBUTES = {"all_parameters", "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn"}
+ENGINE_ATTRIBUTES = {"all_parameters", "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn", "replaced"}
 ATTENTION_WITH_DENSE_MASKS = ("sdpa", "eager")
 # Where the functions come from that a ZeRO-3 engine hooks into modules; its profiling decorator hides some origins.
 ZERO3_HOOK_SOURCES = ("deepspeed.runtime.engine", "deepspeed.runtime.zero.", "deepspeed.utils.nvtx")
@@ -79,8 +79,8 @@ def facts(module: nn.Module) -> set[str]:
 
 
 def is_bookkeeping(name: str) -> bool:
-    """Whether an attribute of a module says nothing of what its forward does."""
-    return name.startswith("ds_") or name in ZERO3_ATTRIBUTES or name == "training"
+    """Whether an attribute of a module says nothing of what its forward does: ZeRO's, AutoTP's, or training's own."""
+    return name.startswith("ds_") or name in ENGINE_ATTRIBUTES or name == "training"
 
 
 def hooks_of(module: nn.Module) -> tuple:

@@ -80,9 +80,9 @@ def same_as_whole(family: str, samplings: list[str], new_tokens: int, sizes: dic
     profile = rollout.get_last_profile()
     off = [name for name in profile if name.endswith("_off")]
     text = rollout.describe().splitlines()
-    shared_heads = sum("of this rank's heads" in line for line in text)
+    shared_heads, chains = (sum(words in line for line in text) for words in ("rank's heads", "one chain of ops"))
     on = "graph capture: on" in text and "use_graph_capture_off" not in off
-    return dict(tokens=tokens, captures=profile["graph_captures"], on=on, shared_heads=shared_heads)
+    return dict(tokens=tokens, captures=profile["graph_captures"], on=on, heads=shared_heads, chains=chains)
 
 
 MODELS = {
@@ -99,7 +99,8 @@ def test_captured_steps_answer_as_the_whole_model(nccl, name):
     sizes = {"vocab_size": case.pop("vocab")} if "vocab" in case else {}
     outcome = call(nccl, same_as_whole, COMPILING_SECONDS, **case, sizes=sizes)
     assert outcome["captures"] == len(case["samplings"])
-    assert outcome["on"] and outcome["shared_heads"] == (GDN_LAYERS if case["family"] == "hybrid" else 0)
+    layers = (GDN_LAYERS, LAYERS) if case["family"] == "hybrid" else (0, 2)
+    assert outcome["on"] and (outcome["heads"], outcome["chains"]) == layers
 
 
 def collectives_of_a_step() -> dict:
