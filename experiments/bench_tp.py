@@ -3,16 +3,18 @@
 # DeepSpeed Team
 """Does a second card pay? Decode speed of a model whose layers DeepSpeed's AutoTP shares among ranks.
 
-Starts its own ranks, one a GPU over NCCL, or on a CPU over gloo. First every rank answers with a whole model, then
-they share it beneath a ZeRO-1 engine, as a trainer has it. A row is written as soon as it is measured:
+Starts its own ranks, one a GPU over NCCL, or on a CPU over gloo. They share the model beneath a ZeRO-1 engine, as a
+trainer has it; for one rank every process answers with a whole model. A row is written as soon as it is measured:
 
-- ``fp32``: whether 128 greedy tokens of a small fp32 model are the same for one rank and for several.
+- whether 128 greedy tokens of a small fp32 model are the same for one rank and for several.
+- ``--cycles``: as many times generation, an optimizer step and a sync, after which all ranks must have had the same
+  tokens, and no more memory or captures than after the first few.
 - tokens/s end to end, ms a decode step, and what share of the time is the least that the memories of all cards need.
 - collective operations of a step and the time in them, waits for the other rank included, by NCCL's kernels.
 
 A batch is timed only where two equal calls, and all ranks, give the same tokens.
 
-    python experiments/bench_tp.py --tp 1 2 --batches 1 32 256 --out tp.json --plot tp.png
+    python experiments/bench_tp.py --tp 2 1 --batches 1 32 256 --out tp.json --plot tp.png
 """
 
 import argparse
@@ -27,6 +29,7 @@ from types import SimpleNamespace
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from deepspeed_hybrid import HybridEngineRollout, HybridEngineRolloutConfig, RolloutRequest, SamplingConfig
@@ -41,6 +44,7 @@ from deepspeed_hybrid.tools.process import quiet, start_distributed
 # Multicast over NVLink is a state of the switch, which other programs of the host share.
 NCCL_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 FP32_TOKENS = 128
+WARM_CYCLES = 5
 HEADINGS = {
     "tp": "ranks",
     "batch": "batch",
@@ -64,7 +68,7 @@ class Report:
     def add(self, row: dict) -> None:
         self.rows.append(row)
         if "check" in row:
-            self.say(f"{row['check']}: {row['equal']} of {row['tokens']} tokens are the same")
+            self.say(f"{row['check']}: {row['equal']} of {row['of']}" + (f", {row['more']}" if "more" in row else ""))
         else:
             self.say(" ".join(f"{row.get(name, '-')}".rjust(len(HEADINGS[name])) for name in HEADINGS))
         self.write()
@@ -79,13 +83,13 @@ class Report:
             results.write_json(self.out, {**results.measurement(self.what, self.rows), "environment": environment})
 
 
-def engine_over(model: nn.Module, ranks: int):
+def engine_over(model: nn.Module, ranks: int, learning_rate: float = 1e-6):
     """A ZeRO-1 engine over a model that so many ranks share, as a trainer has it; for one rank the model alone."""
     if ranks == 1:
         return SimpleNamespace(module=model)
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-6, "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": learning_rate, "torch_adam": True}},
         "zero_optimization": {"stage": 1},
         "bf16": {"enabled": next(model.parameters()).dtype == torch.bfloat16},
         "tensor_parallel": {"autotp_size": ranks},
@@ -119,9 +123,43 @@ def check_fp32(model_config: str, ranks: int, new: int, seed: int) -> dict:
             shared = [rollout.generate(request, sampling).input_ids for _ in range(2)]
     same = torch.stack([whole == tokens for tokens in shared]).all(dim=0)[:, -new:]
     return {
-        "check": f"fp32, {config.num_hidden_layers} layers, {ranks} ranks",
-        "tokens": same.numel(),
+        "check": f"fp32 tokens that are the same, {config.num_hidden_layers} layers, {ranks} ranks",
+        "of": same.numel(),
         "equal": int(same.sum()) if all_the_same(shared[1]) else 0,
+    }
+
+
+def noise_like(weight: torch.Tensor, drawn: torch.Generator) -> torch.Tensor:
+    return torch.randn(weight.shape, generator=drawn, device=weight.device)
+
+
+def check_cycles(model_config: str, ranks: int, count: int, seed: int) -> dict:
+    """Generation, a step along drawn gradients and a sync, so many times, with a few layers.
+
+    A cycle is good where all ranks have the same tokens and nothing has grown since the first ``WARM_CYCLES``.
+    """
+    model = build_model(shrunk(load_config(model_config)), seed)
+    request, sampling = random_request(4, 16, model, seed), SamplingConfig(max_new_tokens=16, temperature=0.0)
+    engine = engine_over(model, ranks, learning_rate=1e-2)
+    drawn = torch.Generator(request.prompt_ids.device).manual_seed(seed)  # replicated weights have the same everywhere
+    weights = list(engine.module.parameters())
+    good, different, before, begun = 0, set(), None, time.perf_counter()
+    with rollout_over(engine) as rollout:
+        for cycle in range(count):
+            tokens = rollout.generate(request, sampling).input_ids
+            engine.backward(sum((weight.float() * noise_like(weight, drawn)).sum() for weight in weights))
+            engine.step()
+            rollout.sync_segki_weights()
+            left = (get_accelerator().memory_allocated(), rollout._graphs.captures if rollout._graphs else 0)
+            before = left if cycle <= WARM_CYCLES else before
+            good += all_the_same(tokens) and left <= before
+            different.add(str(tokens.tolist()))
+    return {
+        "check": f"cycles of generation, step and sync, {ranks} ranks",
+        "of": count,
+        "equal": good,
+        "more": f"{len(different)} different answers, {left[1]} captures",
+        "seconds": round(time.perf_counter() - begun, 1),
     }
 
 
@@ -164,20 +202,21 @@ def measure(options: argparse.Namespace) -> int:
     ranks, count = options.tp, torch.distributed.get_world_size()
     report, failed = Report(f"decode on shared layers, {options.preset}", options.out), 0
     for shared in (tp for tp in ranks if tp > 1):
-        row = check_fp32(options.preset, shared, options.fp32_tokens, options.seed)
-        failed |= row["equal"] < row["tokens"]
-        report.add(row)
+        checks = [check_fp32(options.preset, shared, options.fp32_tokens, options.seed)]
+        if options.cycles:
+            checks.append(check_cycles(options.preset, shared, options.cycles, options.seed))
+        for row in checks:
+            failed |= row["equal"] < row["of"]
+            report.add(row)
     bandwidth = read_bandwidth() if has_cuda() else None
     config = load_config(options.preset)
     config.eos_token_id = None  # every row runs to its full length
-    model = build_model(config, options.seed)
-    sizes, requests = (
-        step_bytes(model),
-        [random_request(n, options.prompt, model, options.seed) for n in options.batches],
-    )
     for tp in ranks:
         if tp not in (1, count):
             raise ValueError(f"--tp {tp} must be 1 or the number of ranks, {count}")
+        model = build_model(config, options.seed)
+        sizes = step_bytes(model)
+        requests = [random_request(batch, options.prompt, model, options.seed) for batch in options.batches]
         rollout = rollout_over(engine_over(model, tp))
         report.say(rollout.describe())
         report.say(" ".join(HEADINGS.values()))
@@ -246,6 +285,7 @@ def main() -> int:
     parser.add_argument("--new", type=int, default=128, help="tokens")
     parser.add_argument("--runs", type=int, default=2, help="timed calls a row; the median counts")
     parser.add_argument("--fp32-tokens", type=int, default=FP32_TOKENS)
+    parser.add_argument("--cycles", type=int, default=0, help="of generation, step and sync (default: none)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-kernels", dest="kernels", action="store_false", help="count no collectives")
     parser.add_argument("--timeout", type=float, default=400, help="seconds until ranks are killed")
