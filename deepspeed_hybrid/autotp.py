@@ -6,7 +6,7 @@
 from collections.abc import Iterable
 
 import deepspeed
-from deepspeed.module_inject.layers import LinearLayer, TensorParallel_Layer, VocabParallelLinear
+from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, TensorParallel_Layer, VocabParallelLinear
 from torch import nn
 
 from deepspeed_hybrid.ops.vocab_shard import VocabShard
@@ -33,19 +33,32 @@ def is_column_shard(module: nn.Module) -> bool:
     return is_sharded(module) and type(module) in COLUMN_LAYERS and not module.defer_collectives_to_compiler
 
 
+def is_row_shard(module: nn.Module) -> bool:
+    """Whether a layer has some of the inputs of a linear layer, adds its product to the others', and nothing else."""
+    known = is_sharded(module) and type(module) is LinearAllreduce and not module.defer_collectives_to_compiler
+    return known and is_plain(module)
+
+
 def gathers(module: nn.Module) -> bool:
     """Whether a column shard hands out the whole output, after a gather."""
     return module.gather_output
 
 
 def shard_sizes(module: nn.Module) -> list[int]:
-    """Outputs of a column shard on each rank, in the order of ranks."""
+    """Outputs of a column shard, or inputs of a row shard, on each rank, in the order of ranks."""
     return list(module._partition_sizes)
 
 
 def inputs_of(module: nn.Module) -> int:
     """Inputs of a linear layer or column shard."""
     return module._orig_weight_shape[1] if is_sharded(module) else module.in_features
+
+
+def inputs_here(module: nn.Module) -> int:
+    """Inputs that a linear layer, or this rank's row shard, reads."""
+    if is_row_shard(module):
+        return shard_sizes(module)[deepspeed.comm.get_rank(group=module.mp_group)]
+    return module.in_features
 
 
 def outputs_of(module: nn.Module) -> int | None:

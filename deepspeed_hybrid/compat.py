@@ -30,7 +30,7 @@ __all__ = [
 GDN_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 CHUNK_FUNCTION, RECURRENT_FUNCTION = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
 NEUTRAL_HOOKS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
-ZERO3_ATTRIBUTES = {"all_parameters", "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn"}
+ENGINE_ATTRIBUTES = {"all_parameters", "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn", "replaced"}
 TRAINING_ATTRIBUTES = ("ds_", "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook")
 ATTENTION_WITH_DENSE_MASKS = ("sdpa", "eager")
 # Where the functions come from that a ZeRO-3 engine hooks into modules; its profiling decorator hides some origins.
@@ -80,7 +80,7 @@ def facts(module: nn.Module) -> set[str]:
 
 def is_bookkeeping(name: str) -> bool:
     """Whether an attribute of a module says nothing of what its forward does when it does not train."""
-    return name.startswith(TRAINING_ATTRIBUTES) or name in ZERO3_ATTRIBUTES or name == "training"
+    return name.startswith(TRAINING_ATTRIBUTES) or name in ENGINE_ATTRIBUTES or name == "training"
 
 
 def hooks_of(module: nn.Module) -> tuple:

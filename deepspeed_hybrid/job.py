@@ -43,6 +43,7 @@ class Job:
     answers: Answers
     seed_drawn: bool = False  # nobody asked for this one
     keeps: bool = True  # prompts for samples that wait for a slot
+    anew: bool = False  # buffers and graphs, since ranks that share the model have unlike ones
     stats: LoopStats = field(default_factory=LoopStats)
 
 

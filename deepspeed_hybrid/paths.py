@@ -151,7 +151,7 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
     group = sharing_group(model)
     graph_obstacle = "there is no CUDA device" if device.type != "cuda" else call.graph_obstacle()
     if graph_obstacle is None and group is not None:
-        graph_obstacle = capture_obstacle(group)
+        graph_obstacle = capture_obstacle(group, device)
     if cfg.speculative is not None:
         graph_obstacle = graph_obstacle or "speculative steps are not captured yet"
     graph = _decide("use_graph_capture", cfg.use_graph_capture, graph_obstacle, off)

@@ -80,6 +80,7 @@ class HybridEngineRollout(RolloutEngine):
             lambda: self._injection.masked,
             self._prompt_graphs(),
             self._speculation,
+            self._paths.peers.least,
         )
         self._look()
         self._changes = 0  # how often the model was found changed
@@ -209,6 +210,8 @@ class HybridEngineRollout(RolloutEngine):
     def _begin(self, job: Job, watched: bool = False) -> Iterator[list[int]]:
         """Make room, prepare the step (a capture, where there is none yet), and give the rounds of the loop."""
         with self._figures.trace.span("setup"):
+            if job.anew:
+                self._arena.release()
             self._arena.reserve(job.slots, job.tokens, job.plan.kind)
             if self._speculation is not None:
                 self._speculation.begin()
@@ -262,7 +265,7 @@ class HybridEngineRollout(RolloutEngine):
         """Check the call, with the ranks that share the model where there are any."""
         asked, peers = getattr(sampling, "continuous_batch_size", None), self._paths.peers
         try:
-            return agreed_job(lambda: self._prepare(request, sampling), asked, peers)
+            return agreed_job(lambda: self._prepare(request, sampling), asked, peers, self._arena)
         except Exception:
             if not self._closed and self.engine.module is self._module and not peers.lost:
                 self._injection.take_part()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""Two processes over gloo that run functions of test files side by side; run as a script, this file is one of them.
+"""Two processes that run functions of test files side by side; run as a script, this file is one of them.
 
 The processes stay for many calls, since starting them takes longer than what they do.
 """
@@ -22,13 +22,21 @@ from pathlib import Path
 
 RANKS = 2
 START_SECONDS = 120
+GRACE_SECONDS = 20  # for the answers of the others, once a rank has raised
 COLLECTIVE_SECONDS = 60  # a rank that waits for longer than this raises
+# Multicast over NVLink is a state of the switch, which other programs of the host share.
+NCCL_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 class Ranks:
-    """The processes, started at the first call and after one that failed."""
+    """The processes, started at the first call and after one that failed.
 
-    def __init__(self) -> None:
+    Args:
+        backend: 'gloo' or 'nccl'.
+    """
+
+    def __init__(self, backend: str = "gloo") -> None:
+        self.backend = backend
         self._processes: list[subprocess.Popen] = []
         self._logs: list = []
 
@@ -66,6 +74,7 @@ class Ranks:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
         shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
+        shared.update(NCCL_ENVIRONMENT, DISTRIBUTED_BACKEND=self.backend)
         shared["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
         for rank in range(RANKS):
             log = tempfile.TemporaryFile("w+")
@@ -84,20 +93,26 @@ class Ranks:
 
     def _await(self, timeout: float, what: str, deaths: bool = False) -> list[dict]:
         deadline = time.monotonic() + timeout
-        replies = []
-        for rank, process in enumerate(self._processes):
-            ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            line = process.stdout.readline() if ready else ""
-            if ready and not line and deaths:
-                replies.append({"error": "died"})
-                continue
-            if not line:
-                end = self._ends_of_logs()
-                self.stop()
-                how = "died" if ready else f"gave no answer within {timeout} s"
-                raise AssertionError(f"{what}: rank {rank} {how}\n{end}")
-            replies.append(json.loads(line))
-        return replies
+        replies: dict[int, dict] = {}
+        waiting = {process.stdout: rank for rank, process in enumerate(self._processes)}
+        while waiting:
+            ready, _, _ = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self._give_up(f"{what}: rank {min(waiting.values())} gave no answer within {timeout} s", replies)
+            for stdout in ready:
+                rank, line = waiting.pop(stdout), stdout.readline()
+                if not line and not deaths:
+                    self._give_up(f"{what}: rank {rank} died", replies)
+                replies[rank] = json.loads(line) if line else {"error": "died"}
+                if "error" in replies[rank] and not deaths:  # the others may be waiting for this one
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return [replies[rank] for rank in sorted(replies)]
+
+    def _give_up(self, why: str, replies: dict[int, dict]) -> None:
+        errors = [f"rank {rank}: {reply['error']}" for rank, reply in replies.items() if "error" in reply]
+        ends = self._ends_of_logs()
+        self.stop()
+        raise AssertionError("\n\n".join([why, *errors, ends]))
 
     def _ends_of_logs(self) -> str:
         ends = []
@@ -116,8 +131,13 @@ def serve() -> None:
     import torch
 
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, timeout=timedelta(seconds=COLLECTIVE_SECONDS))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    deepspeed.init_distributed(
+        os.environ["DISTRIBUTED_BACKEND"], auto_mpi_discovery=False, timeout=timedelta(seconds=COLLECTIVE_SECONDS)
+    )
 
     def answer(reply: dict) -> None:
         answers.write(json.dumps(reply) + "\n")

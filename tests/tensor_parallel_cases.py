@@ -90,7 +90,7 @@ def answer(rollout: HybridEngineRollout, new_tokens: int, vocab: int = 256, **sa
 
 def train(engine, step: int) -> float:
     """The loss of one step, on a batch that depends on the step alone."""
-    ids = ragged_prompts([20], seed=40 + step)[0]
+    ids = ragged_prompts([20], seed=40 + step)[0].to(next(engine.module.parameters()).device)
     loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
     engine.backward(loss)
     engine.step()

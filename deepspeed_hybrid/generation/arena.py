@@ -14,6 +14,7 @@ from deepspeed_hybrid.cache.slot_cache import SlotCache
 from deepspeed_hybrid.compat import ModelCall, layer_kinds
 from deepspeed_hybrid.generation.capacity import SlotBytes, cache_bytes, free_bytes, logits_bytes, state_bytes
 from deepspeed_hybrid.generation.graph import GraphRunner
+from deepspeed_hybrid.generation.peers import digest_of
 from deepspeed_hybrid.generation.prompt_graphs import PromptGraphs
 from deepspeed_hybrid.generation.requests import SamplingPlan
 from deepspeed_hybrid.generation.sampling import SamplingKind
@@ -72,6 +73,7 @@ class Arena:
         masked: whether some attention layer wants a mask over the cache; asked at every call.
         speculation: steps in place of plain decode steps, and what they keep of each slot; None: plain steps.
         prompts: prompt forwards of fixed shapes, or None to prefill in exact shapes, eagerly.
+        least: the smallest number of those that ranks pass which share the model: they make room alike.
     """
 
     def __init__(
@@ -85,12 +87,13 @@ class Arena:
         masked: Callable[[], bool],
         prompts: PromptGraphs | None = None,
         speculation: StepMaker | None = None,
+        least: Callable[[int], int] = int,
     ):
         self.model, self.device, self.state_dtype = model, device, state_dtype
         self.graphs, self.masked = graphs, masked
         self.choose, self.truncate = choose, truncate
         self.prompts, self.speculation = prompts, speculation
-        self.device_free = partial(free_bytes, device)
+        self.device_free, self.least = partial(free_bytes, device), least
         self.lanes = self.kv_length = 0
         self.scratch = 0  # the most bytes of a step's logits, and of what becomes of them, so far
         self.cache: SlotCache | None = None
@@ -138,7 +141,7 @@ class Arena:
     def _beyond(self, size: int) -> bool:
         """Whether there is known to be too little memory for buffers of this size."""
         free = self.free()
-        return free is not None and size > free
+        return free is not None and size > self.least(free)
 
     def free(self) -> int | None:
         """Bytes there are for new buffers, those of the present ones included; None: no limit is known."""
@@ -229,6 +232,13 @@ class Arena:
             self.graphs.release()
         if self.prompts is not None:
             self.prompts.release()
+
+    def digest(self) -> int:
+        """63 bits of the sizes of the buffers and of what is captured, the same on any rank where those are."""
+        runners = (self.graphs, None if self.prompts is None else self.prompts.runner)
+        captured = [runner.keys for runner in runners if runner is not None]
+        sizes = None if self.cache is None else (self.cache.slots, self.cache.capacity, self.scratch)
+        return digest_of(repr((sizes, captured)).encode())
 
     def holds_graphs(self) -> bool:
         runners = (self.graphs, None if self.prompts is None else self.prompts.runner)

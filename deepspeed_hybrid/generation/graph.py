@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed_hybrid.generation.trace import OFF, Tracer
 
 WARMUPS = 2
+CAPTURE_ERROR_MODE = "thread_local"  # of cudaStreamBeginCapture
 
 
 @contextmanager
@@ -26,6 +27,17 @@ def garbage_kept() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+def capturing(graph: torch.cuda.CUDAGraph, pool) -> AbstractContextManager[None]:
+    """DeepSpeed's capture, in which this thread alone must not ask the device for what a graph cannot hold.
+
+    Others of the process may: a data loader's that pins memory, and the one that watches over NCCL's operations.
+    """
+    context = get_accelerator().capture_to_graph(graph, pool=pool)
+    if isinstance(context, torch.cuda.graph):
+        context.capture_error_mode = CAPTURE_ERROR_MODE
+    return context
 
 
 class GraphRunner:
@@ -48,6 +60,11 @@ class GraphRunner:
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._graphs
+
+    @property
+    def keys(self) -> list[Hashable]:
+        """Of the graphs there are, the least recently used first."""
+        return list(self._graphs)
 
     def prepare(
         self,
@@ -107,7 +124,7 @@ class GraphRunner:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = accelerator.create_graph()
-        with garbage_kept(), accelerator.capture_to_graph(graph, pool=self._pool):
+        with garbage_kept(), capturing(graph, self._pool):
             step()
         self.captures += 1
         return graph

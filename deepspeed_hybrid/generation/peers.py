@@ -6,6 +6,7 @@
 Ranks that each have a whole model are no peers: nothing here waits for them.
 """
 
+import hashlib
 import itertools
 import time
 from collections.abc import Iterator
@@ -21,6 +22,17 @@ PATIENCE = 8.0  # seconds: between peers that run the same steps, more is a fail
 REFUSED, CALL, ROUND, SYNC = range(4)  # what a rank is about when it meets the others
 ERROR, LOST = "error ", "lost"  # beginnings of what a rank leaves for the others
 RUNS = itertools.count()  # of this process; peers count alike
+WORDS = 6  # that peers exchange when they meet
+
+
+def words(*values: int) -> list[int]:
+    """What one rank passes to the others; all pass as much, whatever they are about."""
+    return [*values, *[0] * (WORDS - len(values))]
+
+
+def digest_of(content: bytes) -> int:
+    """63 bits of it, for peers to compare."""
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") >> 1
 
 
 class Peers:
@@ -56,13 +68,17 @@ class Peers:
             raise RuntimeError(f"the ranks that share this model were separated, and cannot go on: {self._lost}")
         return everyones(torch.tensor(values, dtype=torch.int64, device=self.device), self.group).tolist()
 
+    def least(self, value: int) -> int:
+        """The smallest of what peers pass. They wait here for one another."""
+        return min(other for other, *_ in self.exchange(words(value)))
+
     def meet(self, kind: int) -> None:
         """Wait for the others, who must be about the same.
 
         Raises:
             RuntimeError: one of them is not, or peers were lost before.
         """
-        for rank, (other, *_) in enumerate(self.exchange([kind, 0, 0, 0, 0])):
+        for rank, (other, *_) in enumerate(self.exchange(words(kind))):
             if other != kind:
                 raise RuntimeError(
                     f"rank {rank} of those that share this model is about something else: they call generate(), take "
@@ -81,7 +97,7 @@ class Peers:
             return
         run = f"deepspeed_hybrid/{torch.distributed.get_process_group_ranks(self.group)[0]}/{next(RUNS)}"
         try:
-            with bounded_waits(self.group, PATIENCE):
+            with bounded_waits(self.group, self.device, PATIENCE):
                 yield
         except GeneratorExit:
             raise
@@ -110,7 +126,7 @@ class Peers:
             if None not in messages:
                 return
             time.sleep(0.05)
-        if not waits_are_bounded(self.group):
+        if not waits_are_bounded(self.group, self.device):
             self._lost = "this rank failed, and others may be waiting for it"
 
     def _told(self, run: str) -> str | None:

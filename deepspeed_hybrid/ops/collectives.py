@@ -10,6 +10,7 @@ from datetime import timedelta
 import deepspeed
 import torch
 import torch.distributed
+from deepspeed.comm.comm import comms_logger
 
 
 def everyones(mine: torch.Tensor, group) -> torch.Tensor:
@@ -20,22 +21,32 @@ def everyones(mine: torch.Tensor, group) -> torch.Tensor:
     return every.view(ranks, *mine.shape)
 
 
-def capture_obstacle(group) -> str | None:
-    """Why what goes between the ranks of a group cannot be part of a CUDA graph, or None."""
-    backend = torch.distributed.get_backend(group)
-    return None if backend == "nccl" else f"collective operations of the backend {backend!r} cannot be captured"
+def capture_obstacle(group, device: torch.device) -> str | None:
+    """Why what goes between the ranks of a group cannot be part of a CUDA graph, or None.
+
+    Args:
+        device: of the tensors; a group may have a backend for each kind.
+    """
+    name = _backend(group, device).name()
+    if name != "nccl":
+        return f"collective operations of the backend {name!r} cannot be captured"
+    if comms_logger.enabled:
+        return "DeepSpeed's comms_logger waits for every collective operation, which a capture does not permit"
+    if torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL:
+        return "TORCH_DISTRIBUTED_DEBUG=DETAIL compares every collective operation on the host"
+    return None
 
 
-def waits_are_bounded(group) -> bool:
+def waits_are_bounded(group, device: torch.device) -> bool:
     """Whether :func:`bounded_waits` has an effect."""
-    return _gloo(group) is not None
+    return _gloo(group, device) is not None
 
 
 @contextmanager
-def bounded_waits(group, seconds: float) -> Iterator[None]:
+def bounded_waits(group, device: torch.device, seconds: float) -> Iterator[None]:
     """Inside, a rank that waits longer than this for another raises, where the backend is gloo; NCCL's own watchdog
     ends processes after the time that the group was made with."""
-    backend = _gloo(group)
+    backend = _gloo(group, device)
     if backend is None:
         yield
         return
@@ -47,10 +58,14 @@ def bounded_waits(group, seconds: float) -> Iterator[None]:
         backend._set_default_timeout(before)
 
 
-def _gloo(group):
-    """The group's backend for tensors on a CPU, where that is gloo; else None."""
-    cpu = torch.device("cpu")
-    backend = group._get_backend(cpu) if cpu in group._device_types else None
+def _backend(group, device: torch.device):
+    """The group's for tensors on such a device."""
+    return group._get_backend(torch.device(device.type))
+
+
+def _gloo(group, device: torch.device):
+    """The same, where that is gloo; else None."""
+    backend = _backend(group, device)
     return backend if isinstance(backend, torch.distributed.ProcessGroupGloo) else None
 
 

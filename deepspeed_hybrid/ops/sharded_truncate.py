@@ -65,7 +65,7 @@ def _first_above(
 
 def _first_equals(shard: VocabShard, equal: torch.Tensor, mass: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
     """Of equal scores, those with the lowest ids whose mass fits ``room`` [B]; never the last of all."""
-    each = torch.where(equal, mass, 0).amax(dim=-1)
+    each = mass.masked_fill(~equal, 0).amax(dim=-1)
     facts = shard.everyones(torch.stack([equal.sum(dim=-1), each], dim=-1))  # [ranks, B, 2]
     counts, each = facts[..., 0], facts[..., 1].amax(dim=0).clamp(min=1)
     count = torch.minimum(room // each, counts.sum(dim=0) - 1)

@@ -2,6 +2,7 @@
 
 # DeepSpeed Team
 """A decoder layer's decode step as five or six launches: every segment between two collectives is one chain of ops.
+Where ranks share a layer, a sum over them follows each of its two output products.
 
 mixer: norm and input product, the mixer's own kernel, output product and residual
 MLP:   norm and gate and up product and silu * up, down product and residual
@@ -24,6 +25,7 @@ from deepspeed_hybrid.ops.attention_decode import MAX_HEAD_DIM
 from deepspeed_hybrid.ops.gdn_decode import MAX_CONV_KERNEL
 from deepspeed_hybrid.segments.apply import Binding
 from deepspeed_hybrid.segments.block_step import attention_block, gdn_block
+from deepspeed_hybrid.segments.head_parallel import HeadParallelGdn
 from deepspeed_hybrid.segments.known_forwards import (
     ATTENTION_CORE,
     CAUSAL_MODEL,
@@ -34,6 +36,7 @@ from deepspeed_hybrid.segments.known_forwards import (
 )
 from deepspeed_hybrid.segments.norm import Norm, as_rms_norm, rms_norm
 from deepspeed_hybrid.segments.plan import ATTENTION, GDN, GLU, Segment, linear_obstacle
+from deepspeed_hybrid.segments.shared_chain import HalfEnd, attention_sizes, end_obstacle, shared_gdn_obstacle
 from deepspeed_hybrid.segments.weights import FusedLinear
 
 # What the modules of a plain pre-norm layer hold besides modules. Anything else (a multiplier of the residual, a cap
@@ -90,7 +93,7 @@ def decoder_layer_obstacle(layer: nn.Module, segments: list[Segment]) -> str | N
     for name in ("input_layernorm", "post_attention_layernorm"):
         if as_rms_norm(children[name]) is None:
             return f"{name} is not an RMSNorm"
-    obstacle = linear_obstacle("down_proj", children["mlp"].down_proj) or _mixer_obstacle(mixer)
+    obstacle = end_obstacle("down_proj", children["mlp"].down_proj) or _mixer_obstacle(mixer)
     if obstacle:
         return obstacle
     if len({parameter.dtype for name, parameter in layer.named_parameters() if "linear_attn." not in name}) != 1:
@@ -116,9 +119,7 @@ def _mixer_obstacle(mixer: Segment) -> str | None:
         if module.conv_kernel_size > MAX_CONV_KERNEL:
             return f"its conv reaches {module.conv_kernel_size} tokens, more than {MAX_CONV_KERNEL}"
         dtypes = {module.in_proj_qkv.weight.dtype, module.out_proj.weight.dtype}
-        return linear_obstacle("out_proj", module.out_proj) or (
-            "its products differ in dtype" if len(dtypes) > 1 else None
-        )
+        return shared_gdn_obstacle(module) or ("its products differ in dtype" if len(dtypes) > 1 else None)
     unknown = _unknown(module, ATTENTION_FACTS)
     if unknown:
         return f"attention has {unknown}"
@@ -142,9 +143,13 @@ def _mixer_obstacle(mixer: Segment) -> str | None:
             return "q_norm and k_norm are not RMSNorms of a head"
         if (queries.offset, queries.eps) != (keys.offset, keys.eps):
             return "q_norm and k_norm differ"
-    if module.q_proj.out_features not in (module.o_proj.in_features, 2 * module.o_proj.in_features):
+    obstacle = end_obstacle("o_proj", module.o_proj)
+    if obstacle:
+        return obstacle
+    queried, of_keys, read = attention_sizes(module)
+    if queried not in (read, 2 * read):
         return "q_proj is neither queries nor queries and gates"
-    return linear_obstacle("o_proj", module.o_proj)
+    return "query heads do not divide by key heads" if not of_keys or read % of_keys else None
 
 
 class PreparedNorm:
@@ -198,11 +203,14 @@ def decoder_layer_binding(
     """
     mixer = next(segment for segment in segments if segment.kind != GLU)
     mlp = next(segment for segment in segments if segment.kind == GLU)
+    inputs = fused[mixer.path]
     if mixer.kind == GDN:
-        decode = partial(gdn_decode_step, mixer.module, ops)
+        runs = inputs if isinstance(inputs, HeadParallelGdn) else mixer.module  # some of its heads, or all of them
+        decode = partial(gdn_decode_step, runs, ops)
+        output = runs if runs is inputs else mixer.module.out_proj
     else:
         decode = partial(attention_decode_step, mixer.module, ops, head_norms(mixer.module))
-    output = mixer.module.out_proj if mixer.kind == GDN else mixer.module.o_proj
+        output = mixer.module.o_proj
     return Binding(
         layer,
         partial(
@@ -212,11 +220,11 @@ def decoder_layer_binding(
             prepared,
             decode,
             input_norm,
-            fused[mixer.path],
-            output,
+            inputs,
+            HalfEnd(output),
             rms_norm(layer.post_attention_layernorm),
             fused[mlp.path],
-            mlp.module.down_proj,
+            HalfEnd(mlp.module.down_proj),
             next_norm,
         ),
         prepared.forget,
@@ -230,10 +238,10 @@ def layer_forward(
     decode: Callable,
     input_norm: Norm,
     inputs: FusedLinear,
-    output: nn.Linear,
+    output: HalfEnd,
     mlp_norm: Norm,
     gate_up: FusedLinear,
-    down: nn.Linear,
+    down: HalfEnd,
     next_norm: Norm,
     hidden_states: torch.Tensor,
     *args,
@@ -247,22 +255,20 @@ def layer_forward(
     scaled, squares = prepared.take(hidden, input_norm, ops)
     projected = ops.normed_linear(scaled, squares, input_norm.eps, inputs.weight, inputs.bias, False)
     core = decode(projected, cache, kwargs["position_embeddings"])
-    hidden, scaled, squares = ops.residual_linear(core, output.weight, output.bias, hidden, *_of(mlp_norm))
+    hidden, scaled, squares = output(ops, core, hidden, mlp_norm)
     gated = ops.normed_linear(scaled, squares, mlp_norm.eps, gate_up.weight, None, True)
-    hidden, scaled, squares = ops.residual_linear(gated, down.weight, down.bias, hidden, *_of(next_norm))
+    hidden, scaled, squares = down(ops, gated, hidden, next_norm)
     prepared.put(hidden, next_norm, scaled, squares)
     return hidden[:, None]
 
 
-def _of(norm: Norm) -> tuple[torch.Tensor, float, float]:
-    return norm.weight, norm.offset, norm.eps
-
-
-def gdn_decode_step(module: nn.Module, ops: DecodeOps, projected: torch.Tensor, cache, _) -> torch.Tensor:
+def gdn_decode_step(
+    module: nn.Module | HeadParallelGdn, ops: DecodeOps, projected: torch.Tensor, cache, _
+) -> torch.Tensor:
     """Between the two products of a GatedDeltaNet layer: [B, N] -> [B, HV * DV]."""
     slots, plan = cache.layers[module.layer_idx], cache.holder.plan
     slots.ensure(
-        projected.narrow(1, 0, module.in_proj_qkv.out_features),
+        projected.narrow(1, 0, 2 * module.key_dim + module.value_dim),
         module.conv_kernel_size,
         (module.num_v_heads, module.head_k_dim, module.head_v_dim),
     )
@@ -306,8 +312,9 @@ def attention_decode_step(
 ) -> torch.Tensor:
     """Between the two products of an attention layer: [B, N] -> [B, heads * head_dim]."""
     slots, plan = cache.layers[module.layer_idx], cache.holder.plan
+    queries, keys, outputs = attention_sizes(module)
     if not slots.is_initialized:
-        like = projected.new_empty(0, module.k_proj.out_features // module.head_dim, 0, module.head_dim)
+        like = projected.new_empty(0, keys // module.head_dim, 0, module.head_dim)
         slots.lazy_initialization(like, like)
     cos, sin = (table.expand(projected.shape[0], -1, -1)[:, 0] for table in position_embeddings)
     query_norm, key_norm = norms
@@ -325,8 +332,8 @@ def attention_decode_step(
             None if key_norm is None else key_norm.weight,
             0.0 if query_norm is None else query_norm.offset,
             0.0 if query_norm is None else query_norm.eps,
-            module.o_proj.in_features // module.head_dim,
-            module.q_proj.out_features != module.o_proj.in_features,
+            outputs // module.head_dim,
+            queries != outputs,
             module.scaling,
         )
 

@@ -79,6 +79,11 @@ class HeadParallelGdn(FusedLinear):
         return self._inputs
 
     @property
+    def output(self) -> torch.Tensor:
+        """[D, this rank's values], of the output product."""
+        return self._output
+
+    @property
     def bias(self) -> None:
         return None
 

@@ -40,7 +40,6 @@ from deepspeed_hybrid.segments.weights import PACKED, FusedLinear, WeightSyncRep
 
 WHOLE_MODEL = "model"  # in a report under ZeRO-3: every parameter is copied, in a segment or not
 
-SHARDED = "ranks share its weights"
 HEAD = -1  # the key of the last norm and the head, among layer numbers
 EMBEDDING, ROTARY = "embedding", "rotary"  # the keys of what is before the layers
 KERNELS = {EMBEDDING: "one launch with the first norm", ROTARY: "one launch for cos and sin"}
@@ -192,10 +191,7 @@ class Injection:
             return dict.fromkeys([HEAD, *of_layer], reason)
         for segment in segments:
             of_layer[segment.layer].append(segment)
-        reasons = {
-            index: SHARDED if holds_shards(layer) else decoder_layer_obstacle(layer, of_layer[index])
-            for index, layer in enumerate(decoder.layers)
-        }
+        reasons = {index: decoder_layer_obstacle(layer, of_layer[index]) for index, layer in enumerate(decoder.layers)}
         return {HEAD: head_obstacle(self.model, decoder, self.model.get_output_embeddings()), **reasons}
 
     def _unfused_inputs(self, unchained: dict[int, str | None]) -> dict[str, str | None]:

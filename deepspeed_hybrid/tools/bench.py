@@ -20,7 +20,7 @@ from deepspeed_hybrid.config import HybridEngineRolloutConfig
 from deepspeed_hybrid.generation.batch import RolloutBatch, RolloutRequest, SamplingConfig
 from deepspeed_hybrid.rollout import HybridEngineRollout
 from deepspeed_hybrid.tools import results
-from deepspeed_hybrid.tools.breakdown import step_breakdown
+from deepspeed_hybrid.tools.breakdown import as_rows, step_breakdown
 from deepspeed_hybrid.tools.device import has_cuda
 from deepspeed_hybrid.tools.models import build_model, load_config
 from deepspeed_hybrid.tools.process import quiet
@@ -163,7 +163,7 @@ def _kernels(rollout: HybridEngineRollout, request: RolloutRequest, options: dic
     )
     for share in shares:
         tqdm.write(f"    {share.kind:12} {share.count:7.1f} {share.us:9.1f} us")
-    return [{"kind": share.kind, "count": round(share.count, 1), "us": round(share.us, 1)} for share in shares]
+    return as_rows(shares)
 
 
 def decode_row(

@@ -13,6 +13,7 @@ FEW, MANY = 4, 12  # tokens of the two profiled calls; their difference has no p
 
 # kind -> any of these in a kernel's name, in the order they are asked
 KINDS = {
+    "collective": ("nccl",),  # with the wait for other ranks
     "choice": ("scan_chunk", "finish_row"),
     "truncation": ("truncate_rows",),
     "gdn scan": ("fused_recurrent", "gated_delta", "gdn_decode"),
@@ -61,6 +62,11 @@ def step_breakdown(generate: Callable[[int], object]) -> list[KernelShare]:
     steps = MANY - FEW
     rows = [KernelShare(kind, count / steps, us / steps) for kind, (count, us) in shares.items() if count]
     return sorted(rows, key=lambda row: -row.us)
+
+
+def as_rows(shares: list[KernelShare]) -> list[dict]:
+    """For a file."""
+    return [{"kind": share.kind, "count": round(share.count, 1), "us": round(share.us, 1)} for share in shares]
 
 
 def _device_time(generate: Callable[[int], object], tokens: int) -> dict[str, tuple[int, float]]:

@@ -3,6 +3,8 @@
 # DeepSpeed Team
 """Models made from a configuration alone, with random weights, directly on the accelerator."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -75,11 +77,11 @@ def _qwen3_5_small() -> PretrainedConfig:
     )
 
 
-def _qwen3_5_4b() -> PretrainedConfig:
+def _qwen3_5(hidden_size: int, intermediate_size: int, tied: bool) -> PretrainedConfig:
     return Qwen3_5TextConfig(
         vocab_size=248320,
-        hidden_size=2560,
-        intermediate_size=9216,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
         num_hidden_layers=32,
         num_attention_heads=16,
         num_key_value_heads=4,
@@ -88,7 +90,7 @@ def _qwen3_5_4b() -> PretrainedConfig:
         linear_num_value_heads=32,
         linear_key_head_dim=128,
         linear_value_head_dim=128,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         rope_parameters=_rope(1e7, [11, 11, 10]),
         pad_token_id=None,
         bos_token_id=None,
@@ -106,7 +108,12 @@ def _rope(theta: float, section: list[int]) -> dict:
     )
 
 
-PRESETS = {"tiny": _tiny, "qwen3.5-small": _qwen3_5_small, "qwen3.5-4b": _qwen3_5_4b}
+PRESETS: dict[str, Callable[[], PretrainedConfig]] = {
+    "tiny": _tiny,
+    "qwen3.5-small": _qwen3_5_small,
+    "qwen3.5-4b": partial(_qwen3_5, 2560, 9216, tied=True),
+    "qwen3.5-9b": partial(_qwen3_5, 4096, 12288, tied=False),
+}
 
 
 def load_config(source: str | Path) -> PretrainedConfig:

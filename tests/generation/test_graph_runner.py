@@ -337,3 +337,13 @@ def test_calls_that_have_much_in_common_share_their_room():
     cache = arena.cache
     arena.reserve(8, 128)
     assert arena.cache is cache
+
+
+def test_other_threads_may_use_the_device_during_a_capture(notes, monkeypatch):
+    class Capture:
+        capture_error_mode = "global"
+
+    context = Capture()
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(notes, "capture_to_graph", lambda graph, pool: context)
+    assert graph.capturing("graph", "pool") is context and context.capture_error_mode == "thread_local"

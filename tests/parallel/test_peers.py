@@ -14,6 +14,8 @@ from tensor_parallel_cases import PROMPTS, answer, engine_over, hybrid, plain, r
 
 from deepspeed_hybrid import RolloutRequest, SamplingConfig
 from deepspeed_hybrid.generation import peers
+from deepspeed_hybrid.generation.arena import PLAIN
+from deepspeed_hybrid.generation.graph import GraphRunner
 
 pytestmark = pytest.mark.xdist_group("two_ranks")
 HERE = "parallel.test_peers"
@@ -30,6 +32,56 @@ def tokens_of(batch) -> list:
 
 def shared_rollout(model=plain, **options):
     return rollout_over(engine_over(model().train()), **options)
+
+
+# ------------------------------------------------------------------------------------------------------------- buffers
+
+
+class EagerRunner(GraphRunner):
+    """Warms up and keeps steps as if it captured them; a replay is one more step."""
+
+    def prepare(self, key, step, harmless, warmups=2):
+        if key not in self:
+            with harmless():
+                for _ in range(warmups):
+                    step()
+            self._graphs[key] = step
+            self.captures += 1
+        return step
+
+
+def rollout_with_graphs():
+    rollout = shared_rollout()
+    rollout._graphs = rollout._arena.graphs = EagerRunner(4)
+    return rollout, rollout._arena
+
+
+def unlike_graphs() -> list:
+    """Only one rank has given its captured steps up."""
+    rollout, arena = rollout_with_graphs()
+    before = tokens_of(answer(rollout, 6, temperature=0.0))
+    if rank() == 1:
+        arena.drop_graphs()
+    return [tokens_of(answer(rollout, 6, temperature=0.0)) == before, arena.graphs.captures]
+
+
+def test_peers_capture_together(ranks):
+    """Warm-ups send to the others, who would take them for what their replays wait for."""
+    assert ranks.run(f"{HERE}:unlike_graphs") == [[True, 2]] * 2
+
+
+def unlike_memory() -> list[int]:
+    """Only one rank finds memory for a cache that holds longer rows, too."""
+    rollout, arena = rollout_with_graphs()
+    answer(rollout, 70, temperature=0.0)
+    enough = arena._bytes(16, 64, PLAIN) + 4096
+    arena.device_free = lambda: 10**12 if rank() == 1 else enough - arena._present()
+    answer(rollout, 6, temperature=0.0, n_samples_per_prompt=3)
+    return [arena.cache.slots, arena.cache.capacity]
+
+
+def test_peers_make_room_alike(ranks):
+    assert ranks.run(f"{HERE}:unlike_memory") == [[16, 64]] * 2
 
 
 # --------------------------------------------------------------------------------------------------------------- seeds

@@ -214,8 +214,11 @@ def test_state_is_halved_where_heads_are_shared(ranks):
     assert 2 * shared["state"] == whole["state"] > 0
     assert "tensor parallel: 2 ranks share the layers; logits 128 of 256 here" in shared["text"]
     assert sum("of this rank's heads" in line for line in shared["text"]) == GDN_LAYERS
+    assert sum("one chain of ops" in line for line in shared["text"]) == LAYERS, "the head shares its ids"
     odd = call(ranks, step_costs, use_segki=True, sizes=ODD_HEADS, sampling=GREEDY)
-    assert sum("3 key and 3 value heads do not divide by 2 ranks" in line for line in odd["text"]) == GDN_LAYERS
+    undivided = [line for line in odd["text"] if "3 key and 3 value heads do not divide by 2 ranks" in line]
+    assert sum("fused_gdn" in line for line in undivided) == GDN_LAYERS
+    assert sum("one chain of ops" in line for line in odd["text"]) == ATTENTION_LAYERS
 
 
 def key_bytes() -> list:
