@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-GdnStep = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+GdnStep = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
 
 
 def gdn_block(
@@ -22,7 +22,8 @@ def gdn_block(
     The inputs are kept in ``block.replays``, for as many of them as will be accepted.
 
     Args:
-        step: projected [B, N], window, state, positions [B], idle [B] -> [B, M]; updates window and state.
+        step: projected [B, N], window, state, positions [B], idle [B], again -> [B, M]; updates window and state,
+            ``again``, since each token's are those that the one before it has just written.
         projected: [T * B, N].
         window, state: of all slots.
         block: the plan's :class:`~deepspeed_hybrid.cache.layers.BlockPlan`.
@@ -30,7 +31,8 @@ def gdn_block(
     parts = projected.chunk(block.tokens)
     lanes = len(parts[0])
     scratch = window[:lanes].clone(), state[:lanes].clone()
-    outputs = [step(part, *scratch, *where) for part, *where in zip(parts, block.positions, block.idle, strict=True)]
+    places = zip(parts, block.positions, block.idle, strict=True)
+    outputs = [step(part, *scratch, position, idle, True) for part, position, idle in places]
     block.replays.append(partial(_replay, step, parts, window, state, block.positions))
     return torch.cat(outputs)
 
@@ -45,7 +47,7 @@ def _replay(
 ) -> None:
     """Once more, in the slots; ``beyond`` [T, B] bool: tokens that change nothing."""
     for part, position, idle in zip(parts, positions, beyond, strict=True):
-        step(part, window, state, position, idle)
+        step(part, window, state, position, idle, True)
 
 
 def attention_block(step: Callable, projected: torch.Tensor, rotary: tuple, block) -> torch.Tensor:

@@ -268,7 +268,7 @@ def gdn_decode_step(module: nn.Module, ops: DecodeOps, projected: torch.Tensor, 
     )
     norm = module.norm
 
-    def step(projected, window, state, position, parked) -> torch.Tensor:
+    def step(projected, window, state, position, parked, again) -> torch.Tensor:
         return ops.gdn(
             projected,
             window,
@@ -282,11 +282,12 @@ def gdn_decode_step(module: nn.Module, ops: DecodeOps, projected: torch.Tensor, 
             position,
             parked,
             module.num_k_heads,
+            again,
         )
 
     if plan.block is not None:
         return gdn_block(step, projected, slots.window, slots.state, plan.block)
-    return step(projected, slots.window, slots.state, plan.before, plan.parked)
+    return step(projected, slots.window, slots.state, plan.before, plan.parked, False)
 
 
 def head_norms(module: nn.Module) -> tuple[Norm | None, Norm | None]:

@@ -39,6 +39,7 @@ def test_fp32_tokens_are_the_plain_paths(family, proposes):
         assert figures(rollout)["tokens_per_step"] > 2
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_steps_do_not_wait_for_the_device():
     target, prompts = tiny_model().cuda(), ragged_prompts([5, 2])
     rollout = speculative_rollout(target, tiny_draft(target).cuda())

@@ -87,8 +87,9 @@ def test_rejected_inputs_do_not_reach_the_state(garbage):
     tokens, lanes, width = 4, 3, 5
     projected = torch.randn(tokens * lanes, width)
 
-    def step(part, window, state, position, idle):
+    def step(part, window, state, position, idle, again):
         """A recurrence in place of a layer's: of no identity but for idle rows."""
+        assert again
         window.copy_(torch.where(idle[:, None], window, part))
         state.copy_(torch.where(idle[:, None], state, 0.5 * state + part * position[:, None]))
         return state.clone()
