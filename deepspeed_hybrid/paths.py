@@ -150,8 +150,6 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
     graph_obstacle = "there is no CUDA device" if device.type != "cuda" else call.graph_obstacle()
     if graph_obstacle is None and group is not None:
         graph_obstacle = capture_obstacle(group)
-    if cfg.speculative is not None:
-        graph_obstacle = graph_obstacle or "speculative steps are not captured yet"
     graph = _decide("use_graph_capture", cfg.use_graph_capture, graph_obstacle, off)
     obstacle = segments_obstacle(segments)
     fused_kinds = cfg.segki_kernel if _decide("use_segki", cfg.use_segki, obstacle, off) else None

@@ -66,8 +66,9 @@ class HybridEngineRollout(RolloutEngine):
         self.cfg = HybridEngineRolloutConfig.from_object(cfg)
         self._paths: Paths = resolve_paths(engine, self.cfg)
         self._injection = self._paths.injection
-        self._graphs = GraphRunner(self.cfg.max_graphs) if self._paths.graph else None
         self._speculation = make_speculation(self.cfg, self._paths)
+        kinds = 1 if self._speculation is None else len(self._speculation.controller.lengths)
+        self._graphs = GraphRunner(kinds * self.cfg.max_graphs) if self._paths.graph else None
         self._arena = Arena(
             self._paths.call,
             self._paths.device,
