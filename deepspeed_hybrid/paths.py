@@ -33,6 +33,7 @@ from deepspeed_hybrid.ops.decode_step import decode_step, decode_step_reference
 from deepspeed_hybrid.ops.embedded_rows import embedded_rows, embedded_rows_reference
 from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves, fused_silu_mul_halves_reference
 from deepspeed_hybrid.ops.gated_norm import gated_norm
+from deepspeed_hybrid.ops.gdn_block import gdn_block, gdn_block_reference, gdn_commit, gdn_commit_reference
 from deepspeed_hybrid.ops.gdn_conv import gdn_conv
 from deepspeed_hybrid.ops.gdn_decode import gdn_decode, gdn_decode_reference
 from deepspeed_hybrid.ops.gdn_gates import gdn_gates, gdn_gates_reference
@@ -267,22 +268,23 @@ def chain_ops(device: torch.device, backend: str, batch_invariant: bool = False)
     if batch_invariant:
         products = partial(normed_linear_in_groups, products[0]), partial(residual_linear_in_groups, products[1])
     attention = partial(attention_decode, splits=SPLITS) if batch_invariant else attention_decode
-    return DecodeOps(fused_linear.normed_rows, *products, gdn_decode, attention, embedded_rows, rotary_tables)
+    rest = attention, embedded_rows, rotary_tables
+    return DecodeOps(fused_linear.normed_rows, *products, gdn_decode, gdn_block, gdn_commit, *rest)
 
 
 def _reference_ops(batch_invariant: bool) -> DecodeOps:
     """In plain torch. To have a row's bits in any batch, rows go one by one: a speculative step has several a slot."""
     products = fused_linear.normed_linear_reference, fused_linear.residual_linear_reference
-    rest = gdn_decode_reference, attention_decode_reference, embedded_rows_reference, rotary_tables_reference
+    gdn = gdn_decode_reference, gdn_block_reference, gdn_commit_reference
+    rest = attention_decode_reference, embedded_rows_reference, rotary_tables_reference
     if batch_invariant:
         products = partial(normed_linear_in_groups, products[0]), partial(residual_linear_in_groups, products[1])
         rest = (
-            rest[0],
-            partial(attention_of_one_row, rest[1]),
-            partial(embedded_rows_one_by_one, rest[2]),
-            partial(rotary_tables_one_by_one, rest[3]),
+            partial(attention_of_one_row, rest[0]),
+            partial(embedded_rows_one_by_one, rest[1]),
+            partial(rotary_tables_one_by_one, rest[2]),
         )
-    return DecodeOps(fused_linear.normed_rows_reference, *products, *rest)
+    return DecodeOps(fused_linear.normed_rows_reference, *products, *gdn, *rest)
 
 
 def prompt_ops(device: torch.device, backend: str, off: dict[str, str]) -> PromptOps:

@@ -92,7 +92,6 @@ def gdn_decode_reference(
     position: torch.Tensor,
     parked: torch.Tensor,
     key_heads: int,
-    again: bool = False,
 ) -> torch.Tensor:
     """What :func:`gdn_decode` does, in plain torch on any device."""
     sizes = checked_sizes(
@@ -147,30 +146,18 @@ def gdn_decode_op(
     position: torch.Tensor,
     parked: torch.Tensor,
     key_heads: int,
-    again: bool = False,
 ) -> torch.Tensor:
     """:func:`gdn_decode` without the refusal of gradients."""
     from deepspeed_hybrid.ops.triton.gdn_decode import launch  # here, because a torch for CPUs has no Triton
 
-    inputs = projected, window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps, position, parked
-    return launch(*inputs, key_heads, again)
+    return launch(
+        projected, window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps, position, parked, key_heads
+    )
 
 
 @gdn_decode_op.register_fake
 def _(
-    projected,
-    window,
-    conv_weight,
-    conv_bias,
-    A_log,
-    dt_bias,
-    state,
-    norm_weight,
-    eps,
-    position,
-    parked,
-    key_heads,
-    again=False,
+    projected, window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps, position, parked, key_heads
 ) -> torch.Tensor:
     return projected.new_empty(projected.shape[0], state.shape[1] * state.shape[3])
 
@@ -191,7 +178,6 @@ def gdn_decode(
     position: torch.Tensor,
     parked: torch.Tensor,
     key_heads: int,
-    again: bool = False,
 ) -> torch.Tensor:
     """Short conv, gates, gated delta rule and gated norm for one new token a row; window and state change in place.
 
@@ -215,8 +201,6 @@ def gdn_decode(
         position: [B] int64, the new token's place in its sequence, 0 for the first.
         parked: [B] bool, rows of which nothing changes and whose output is zeros, whatever they hold.
         key_heads: HK; value head h reads key head h // (HV / HK).
-        again: window, state, position or parked were written in this very step. Otherwise a GPU reads them ahead of
-            the end of the kernel before.
 
     Returns:
         [B, HV * DV] in projected's dtype, contiguous.
@@ -225,8 +209,9 @@ def gdn_decode(
         RuntimeError: an argument of another dtype, shape, layout or device; nothing was changed.
     """
     refuse_recording("gdn_decode", projected, window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight)
-    inputs = projected, window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps, position, parked
-    return gdn_decode_op(*inputs, key_heads, again)
+    return gdn_decode_op(
+        projected, window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps, position, parked, key_heads
+    )
 
 
 def checked_sizes(
@@ -239,7 +224,7 @@ def checked_sizes(
     state: torch.Tensor,
     norm_weight: torch.Tensor,
     position: torch.Tensor,
-    parked: torch.Tensor,
+    parked: torch.Tensor | None,
     key_heads: int,
 ) -> GdnSizes:
     """The layer's sizes, from arguments that fit each other; otherwise a RuntimeError that names one."""

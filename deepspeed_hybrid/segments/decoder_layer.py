@@ -23,7 +23,7 @@ from deepspeed_hybrid.compat import facts, hooks_of, own_attention
 from deepspeed_hybrid.ops.attention_decode import MAX_HEAD_DIM
 from deepspeed_hybrid.ops.gdn_decode import MAX_CONV_KERNEL
 from deepspeed_hybrid.segments.apply import Binding
-from deepspeed_hybrid.segments.block_step import attention_block, gdn_block
+from deepspeed_hybrid.segments.block_step import attention_block
 from deepspeed_hybrid.segments.known_forwards import (
     ATTENTION_CORE,
     CAUSAL_MODEL,
@@ -54,6 +54,8 @@ class DecodeOps:
     normed_linear: Callable
     residual_linear: Callable
     gdn: Callable
+    gdn_block: Callable
+    gdn_commit: Callable
     attention: Callable
     embedded_rows: Callable
     rotary_tables: Callable
@@ -267,27 +269,23 @@ def gdn_decode_step(module: nn.Module, ops: DecodeOps, projected: torch.Tensor, 
         (module.num_v_heads, module.head_k_dim, module.head_v_dim),
     )
     norm = module.norm
-
-    def step(projected, window, state, position, parked, again) -> torch.Tensor:
-        return ops.gdn(
-            projected,
-            window,
-            module.conv1d.weight[:, 0],
-            module.conv1d.bias,
-            module.A_log,
-            module.dt_bias,
-            state,
-            norm.weight,
-            getattr(norm, "variance_epsilon", getattr(norm, "eps", None)),
-            position,
-            parked,
-            module.num_k_heads,
-            again,
-        )
-
-    if plan.block is not None:
-        return gdn_block(step, projected, slots.window, slots.state, plan.block)
-    return step(projected, slots.window, slots.state, plan.before, plan.parked, False)
+    layer = (
+        projected,
+        slots.window,
+        module.conv1d.weight[:, 0],
+        module.conv1d.bias,
+        module.A_log,
+        module.dt_bias,
+        slots.state,
+        norm.weight,
+        getattr(norm, "variance_epsilon", getattr(norm, "eps", None)),
+    )
+    block = plan.block
+    if block is None:
+        return ops.gdn(*layer, plan.before, plan.parked, module.num_k_heads)
+    first = block.positions[0]  # the rows' own positions will have moved on when the block is committed
+    block.commits.append(lambda counts: ops.gdn_commit(*layer, first, counts, module.num_k_heads))
+    return ops.gdn_block(*layer, first, block.counts, module.num_k_heads)
 
 
 def head_norms(module: nn.Module) -> tuple[Norm | None, Norm | None]:

@@ -15,7 +15,7 @@ FEW, MANY = 4, 12  # tokens of the two profiled calls; their difference has no p
 KINDS = {
     "choice": ("scan_chunk", "finish_row"),
     "truncation": ("truncate_rows",),
-    "gdn scan": ("fused_recurrent", "gated_delta", "gdn_decode"),
+    "gdn scan": ("fused_recurrent", "gated_delta", "gdn_decode", "gdn_block", "gdn_ring"),
     "gdn gates": ("gdn_gates",),
     "conv": ("conv",),
     "attention": ("_attend", "_combine", "attention", "fmha", "flash", "attn", "softmax"),

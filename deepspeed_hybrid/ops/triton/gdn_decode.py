@@ -181,7 +181,6 @@ def launch(
     position: torch.Tensor,
     parked: torch.Tensor,
     key_heads: int,
-    again: bool = False,
     options: dict | None = None,
 ) -> torch.Tensor:
     """``gdn_decode`` through the kernel, on CUDA or in Triton's interpreter.
@@ -222,7 +221,7 @@ def launch(
             TILE=triton.next_power_of_2(max(sizes.key_dim, sizes.value_dim)),
             L2_EPSILON=L2_EPS,
             EVICTION="evict_first" if rows * state[0].nbytes <= MOST_EVICTED_FIRST else "",
-            **pdl(projected, first=again),  # what is read ahead of the wait has to be there
+            **pdl(projected),
             **(options or OPTIONS),
         )
     return out

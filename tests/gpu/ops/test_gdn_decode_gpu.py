@@ -211,20 +211,3 @@ def test_bad_arguments_are_refused():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_opcheck(dtype):
     torch.library.opcheck(gdn_decode_op, (), moved(arguments_of(SMALL, 3, dtype=dtype), "cuda"))
-
-
-def test_tokens_of_a_block_one_after_another():
-    """Each starts while the one before it may still store, and must wait for what it stores."""
-    layer, tokens, rows = layer_of(REAL), tokens_of(REAL, 8, 16).cuda(), 8
-    layer, parked = moved(layer, "cuda"), torch.zeros(rows, dtype=torch.bool, device="cuda")
-    positions = torch.arange(tokens.shape[1], device="cuda")[:, None].expand(-1, rows).contiguous()
-    results = []
-    for waits in (False, True):
-        buffers, outputs = moved(buffers_of(REAL, rows), "cuda"), []
-        for index in range(tokens.shape[1]):
-            if waits:
-                torch.cuda.synchronize()
-            where = dict(projected=tokens[:, index], position=positions[index], parked=parked)
-            outputs.append(gdn_decode(**where, again=True, **layer, **buffers))
-        results.append([*outputs, *buffers.values()])
-    assert all(same_bits(one, other) for one, other in zip(*results, strict=True))
