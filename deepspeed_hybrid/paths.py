@@ -19,6 +19,7 @@ from deepspeed_hybrid.config import HybridEngineRolloutConfig
 from deepspeed_hybrid.generation.peers import Peers
 from deepspeed_hybrid.generation.prefill import TOKEN_BUDGET
 from deepspeed_hybrid.ops import few_rows, fused_linear
+from deepspeed_hybrid.ops.attention_block import attention_block, token_by_token
 from deepspeed_hybrid.ops.attention_decode import attention_decode, attention_decode_reference
 from deepspeed_hybrid.ops.batch_invariant import (
     SPLITS,
@@ -268,7 +269,8 @@ def chain_ops(device: torch.device, backend: str, batch_invariant: bool = False)
     if batch_invariant:
         products = partial(normed_linear_in_groups, products[0]), partial(residual_linear_in_groups, products[1])
     attention = partial(attention_decode, splits=SPLITS) if batch_invariant else attention_decode
-    rest = attention, embedded_rows, rotary_tables
+    block = partial(token_by_token, attention) if batch_invariant else attention_block
+    rest = attention, block, embedded_rows, rotary_tables
     return DecodeOps(fused_linear.normed_rows, *products, gdn_decode, gdn_block, gdn_commit, *rest)
 
 
@@ -276,15 +278,14 @@ def _reference_ops(batch_invariant: bool) -> DecodeOps:
     """In plain torch. To have a row's bits in any batch, rows go one by one: a speculative step has several a slot."""
     products = fused_linear.normed_linear_reference, fused_linear.residual_linear_reference
     gdn = gdn_decode_reference, gdn_block_reference, gdn_commit_reference
-    rest = attention_decode_reference, embedded_rows_reference, rotary_tables_reference
+    attention: Callable = attention_decode_reference
+    rest = embedded_rows_reference, rotary_tables_reference
     if batch_invariant:
         products = partial(normed_linear_in_groups, products[0]), partial(residual_linear_in_groups, products[1])
-        rest = (
-            partial(attention_of_one_row, rest[0]),
-            partial(embedded_rows_one_by_one, rest[1]),
-            partial(rotary_tables_one_by_one, rest[2]),
-        )
-    return DecodeOps(fused_linear.normed_rows_reference, *products, *gdn, *rest)
+        attention = partial(attention_of_one_row, attention)
+        rest = partial(embedded_rows_one_by_one, rest[0]), partial(rotary_tables_one_by_one, rest[1])
+    mixers = *gdn, attention, partial(token_by_token, attention)
+    return DecodeOps(fused_linear.normed_rows_reference, *products, *mixers, *rest)
 
 
 def prompt_ops(device: torch.device, backend: str, off: dict[str, str]) -> PromptOps:

@@ -37,6 +37,7 @@ TRITON_OPS = (
     "gdn_block",
     "gdn_commit",
     "attention_decode",
+    "attention_block",
 )
 
 

@@ -23,7 +23,6 @@ from deepspeed_hybrid.compat import facts, hooks_of, own_attention
 from deepspeed_hybrid.ops.attention_decode import MAX_HEAD_DIM
 from deepspeed_hybrid.ops.gdn_decode import MAX_CONV_KERNEL
 from deepspeed_hybrid.segments.apply import Binding
-from deepspeed_hybrid.segments.block_step import attention_block
 from deepspeed_hybrid.segments.known_forwards import (
     ATTENTION_CORE,
     CAUSAL_MODEL,
@@ -57,6 +56,7 @@ class DecodeOps:
     gdn_block: Callable
     gdn_commit: Callable
     attention: Callable
+    attention_block: Callable
     embedded_rows: Callable
     rotary_tables: Callable
 
@@ -311,27 +311,19 @@ def attention_decode_step(
     cos, sin = (table.expand(projected.shape[0], -1, -1)[:, 0] for table in position_embeddings)
     query_norm, key_norm = norms
 
-    def step(projected, cos, sin, position, parked) -> torch.Tensor:
-        return ops.attention(
-            projected,
-            cos,
-            sin,
-            slots.keys,
-            slots.values,
-            position,
-            parked,
-            None if query_norm is None else query_norm.weight,
-            None if key_norm is None else key_norm.weight,
-            0.0 if query_norm is None else query_norm.offset,
-            0.0 if query_norm is None else query_norm.eps,
-            module.o_proj.in_features // module.head_dim,
-            module.q_proj.out_features != module.o_proj.in_features,
-            module.scaling,
-        )
-
-    if plan.block is not None:
-        return attention_block(step, projected, (cos, sin), plan.block)
-    return step(projected, cos, sin, plan.before, plan.parked)
+    settings = (
+        None if query_norm is None else query_norm.weight,
+        None if key_norm is None else key_norm.weight,
+        0.0 if query_norm is None else query_norm.offset,
+        0.0 if query_norm is None else query_norm.eps,
+        module.o_proj.in_features // module.head_dim,
+        module.q_proj.out_features != module.o_proj.in_features,
+        module.scaling,
+    )
+    inputs, block = (projected, cos, sin, slots.keys, slots.values), plan.block
+    if block is None:
+        return ops.attention(*inputs, plan.before, plan.parked, *settings)
+    return ops.attention_block(*inputs, block.positions.flatten(), block.idle.flatten(), *settings, plan.lanes)
 
 
 def head_obstacle(model: nn.Module, decoder: nn.Module, head: nn.Module) -> str | None:
