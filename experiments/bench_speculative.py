@@ -132,9 +132,8 @@ class Measured:
 
     def __init__(self, model: nn.Module, draft: DFlashDraft | None, tokens: int, rate: float):
         speculative = {} if draft is None else {"speculative": "dflash", "draft_model": draft}
-        options = HybridEngineRolloutConfig(
-            continuous_cache_capacity=tokens, shrink_tail=False, enable_profiling=True, **speculative
-        )
+        # Without a profile, which would wait for the device between steps.
+        options = HybridEngineRolloutConfig(continuous_cache_capacity=tokens, shrink_tail=False, **speculative)
         engine, tokenizer = SimpleNamespace(module=model), SimpleNamespace(pad_token_id=0, eos_token_id=None)
         self.rollout, self.marks = HybridEngineRollout(engine, tokenizer, options), []
         arena, begin = self.rollout._arena, self.rollout._arena.begin
@@ -168,9 +167,10 @@ class Measured:
             self.rollout.generate(request, sampling)
         get_accelerator().synchronize()
         marks = self.marks[SKIPPED : SKIPPED + steps]
-        figures = self.rollout.get_last_profile().get("speculation", {"tokens_per_step": 1.0})
         times = [milliseconds(*pair) for pair in zip(marks, marks[1:], strict=False)]
-        return statistics.median(times), figures["tokens_per_step"]
+        speculation = self.rollout._speculation
+        tokens_step = 1.0 if speculation is None else speculation.stats.summary()["tokens_per_step"]
+        return statistics.median(times), tokens_step
 
 
 def row_of(batch: int, block: int, ms: float, plain: float, tokens: float) -> dict:

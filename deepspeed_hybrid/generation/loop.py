@@ -97,7 +97,8 @@ def run_rows(
         slots: most rows in flight, at most ``arena.lanes``.
         answers: filled in.
         stats: filled in.
-        poll_every: tokens of a row between two looks at the stop flags, on a device that runs ahead of the host.
+        poll_every: tokens that a row may get between two looks at the stop flags, on a device that runs ahead of the
+            host.
         shared_prefill: prefill a prompt once for all of its samples that get a slot at the same time.
         keeps: and for those that wait.
         timed: synchronize around the stages and fill in their times.

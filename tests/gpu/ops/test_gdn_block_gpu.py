@@ -53,14 +53,17 @@ def run(arguments: dict) -> None:
     assert same_bits(arguments["state"][:-1][untouched], before["state"][:-1][untouched])
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
+@pytest.mark.parametrize("shape", [SHAPES[3], SHAPES[6]], ids=lambda shape: "-".join(map(str, shape)))
 def test_other_sizes(shape):
     run(block_of(shape, [5, 0, 1, 3], 5))
 
 
-@pytest.mark.parametrize("batch", [1, 5, 64])
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch", [1, 64])
+@pytest.mark.parametrize(
+    "dtype, state_dtype",
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
+    ids=str,
+)
 def test_a_models_sizes(dtype, state_dtype, batch):
     counts = [(5 * row + 16) % 17 for row in range(batch)]
     run(block_of(REAL, counts, 16, dtype=dtype, state_dtype=state_dtype, weights=dtype))
