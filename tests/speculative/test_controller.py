@@ -129,6 +129,20 @@ def test_the_first_step_of_a_length_is_not_measured(step):
     assert set(machine.run(PERIOD * 4)) == {1}
 
 
+def test_what_was_queued_before_steps_is_not_measured():
+    """On a GPU the host is ahead of prompts when it asks for the first steps behind them."""
+    machine = Machine(TABLES["long ones cost"], GOOD)
+    machine.run(PERIOD * len(LENGTHS))
+    known = dict(machine.controller.seconds)
+    for start in (machine.begin, machine.controller.disturb) * 3:
+        start()
+        machine.times = {length: time + 1000.0 for length, time in machine.times.items()}
+        machine.run(1)
+        machine.times = TABLES["long ones cost"]
+        machine.run(PERIOD - 1)
+    assert machine.controller.seconds == pytest.approx(known)
+
+
 def test_one_accident_is_not_for_ever():
     machine = Machine(TABLES["blocks cost by the token"], POOR)
     machine.run(3)
