@@ -16,6 +16,7 @@ from deepspeed_hybrid.tools.doctor import doctor
 from deepspeed_hybrid.tools.fidelity import DTYPES, fidelity
 from deepspeed_hybrid.tools.models import DEMO_SIZES, PRESETS
 from deepspeed_hybrid.tools.speculative_demo import speculative_demo
+from deepspeed_hybrid.tools.train_draft import train_draft
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,11 +39,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
     # DeepSpeed's launcher adds it; LOCAL_RANK says the same.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{demo,doctor,fidelity,bench}")
+    names = "{demo,doctor,fidelity,bench,train-draft}"
+    commands = parser.add_subparsers(title="commands", required=True, metavar=names)
     _add_demo(commands)
     _add_doctor(commands)
     _add_fidelity(commands)
     _add_bench(commands)
+    _add_train_draft(commands)
     return parser
 
 
@@ -195,6 +198,33 @@ def _add_rollouts(kinds) -> None:
     command.add_argument("--out", type=Path, metavar="FILE.json", help="write the rows there")
 
 
+def _add_train_draft(commands) -> None:
+    command = _command(
+        commands, "train-draft", _train_draft, "train a draft model for speculative decoding, and save it"
+    )
+    command.add_argument("--model", required=True, metavar="PATH", help="a model and its tokenizer, as saved")
+    data = command.add_mutually_exclusive_group(required=True)
+    data.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt a line: train on the model's answers")
+    data.add_argument("--text", type=Path, metavar="FILE", help="train on this text as it is")
+    command.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="of the draft checkpoint")
+    for name, default, what in (
+        ("steps", 1000, "optimizer steps"),
+        ("rows", 8, "rows a step"),
+        ("tokens", 512, "tokens of an answer, or of a row of text"),
+        ("reuse", 4, "steps on one batch"),
+        ("layers", 5, "layers of the draft model"),
+        ("block", 16, "tokens of a block"),
+        ("anchors", 64, "blocks a row"),
+    ):
+        command.add_argument(f"--{name}", type=_positive, default=default, help=f"{what} (default: %(default)s)")
+    command.add_argument(
+        "--mask-token", type=int, metavar="ID", help="that stands for a guess (default: the first that is not used)"
+    )
+    command.add_argument("--rate", type=float, default=6e-4, help="learning rate (default: %(default)s)")
+    command.add_argument("--temperature", type=float, default=1.0, help="of the answers (default: %(default)s)")
+    command.add_argument("--seed", type=int, default=0, help="of weights, answers and blocks (default: %(default)s)")
+
+
 def _add_model_config(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--model-config",
@@ -327,4 +357,24 @@ def _bench_rollouts(options: argparse.Namespace) -> int:
         options.seed,
         options.sampling,
         options.out,
+    )
+
+
+def _train_draft(options: argparse.Namespace) -> int:
+    return train_draft(
+        options.model,
+        options.prompts,
+        options.text,
+        options.out,
+        options.steps,
+        options.rows,
+        options.tokens,
+        options.reuse,
+        options.layers,
+        options.block,
+        options.mask_token,
+        options.anchors,
+        options.rate,
+        options.temperature,
+        options.seed,
     )

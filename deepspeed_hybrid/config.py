@@ -30,11 +30,11 @@ class HybridEngineRolloutConfig:
         segki_kernel: which segments, one of ``SEGMENT_KINDS``.
         segki_backend: which implementation of the kernels, one of ``BACKENDS``; 'auto' prefers CUDA where it builds.
         state_dtype: dtype of the recurrent state, a torch.dtype or its name.
-        max_graphs: captured decode steps kept, and a quarter of the captured prompt shapes; the least recently used is
-            dropped first.
+        max_graphs: captured decode steps kept (so many of each length of blocks), and a quarter of the captured prompt
+            shapes; the least recently used is dropped first.
         shrink_tail: once nobody waits for a slot and rows need at most half of the lanes, move them together and go on
             with fewer. A step of another size may round a last bit otherwise, as any schedule may.
-        poll_every: replays between two looks at the stop flags.
+        poll_every: decode steps between two looks at the stop flags; fewer of those that may bring several tokens.
         batch_invariant: a row's tokens and logprobs independent of its batch mates, slot and bucket to the last bit:
             prompts one at a time, products by kernels that sum a row in one order. It costs time, and
             wants every layer to be a decode chain; an error where one is not. On a CPU rows run one by one. On a GPU

@@ -19,6 +19,7 @@ from deepspeed_hybrid.config import HybridEngineRolloutConfig
 from deepspeed_hybrid.generation.peers import Peers
 from deepspeed_hybrid.generation.prefill import TOKEN_BUDGET
 from deepspeed_hybrid.ops import few_rows, fused_linear
+from deepspeed_hybrid.ops.attention_block import attention_block, token_by_token
 from deepspeed_hybrid.ops.attention_decode import attention_decode, attention_decode_reference
 from deepspeed_hybrid.ops.batch_invariant import (
     SPLITS,
@@ -34,6 +35,7 @@ from deepspeed_hybrid.ops.embedded_rows import embedded_rows, embedded_rows_refe
 from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves, fused_silu_mul_halves_reference
 from deepspeed_hybrid.ops.gated_heads import gated_heads
 from deepspeed_hybrid.ops.gated_norm import gated_norm
+from deepspeed_hybrid.ops.gdn_block import gdn_block, gdn_block_reference, gdn_commit, gdn_commit_reference
 from deepspeed_hybrid.ops.gdn_conv import gdn_conv
 from deepspeed_hybrid.ops.gdn_decode import gdn_decode, gdn_decode_reference
 from deepspeed_hybrid.ops.gdn_gates import gdn_gates, gdn_gates_reference
@@ -152,8 +154,6 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
     graph_obstacle = "there is no CUDA device" if device.type != "cuda" else call.graph_obstacle()
     if graph_obstacle is None and group is not None:
         graph_obstacle = capture_obstacle(group, device)
-    if cfg.speculative is not None:
-        graph_obstacle = graph_obstacle or "speculative steps are not captured yet"
     graph = _decide("use_graph_capture", cfg.use_graph_capture, graph_obstacle, off)
     obstacle = segments_obstacle(segments)
     fused_kinds = cfg.segki_kernel if _decide("use_segki", cfg.use_segki, obstacle, off) else None
@@ -271,22 +271,23 @@ def chain_ops(device: torch.device, backend: str, batch_invariant: bool = False)
     if batch_invariant:
         products = partial(normed_linear_in_groups, products[0]), partial(residual_linear_in_groups, products[1])
     attention = partial(attention_decode, splits=SPLITS) if batch_invariant else attention_decode
-    return DecodeOps(fused_linear.normed_rows, *products, gdn_decode, attention, embedded_rows, rotary_tables)
+    block = partial(token_by_token, attention) if batch_invariant else attention_block
+    rest = attention, block, embedded_rows, rotary_tables
+    return DecodeOps(fused_linear.normed_rows, *products, gdn_decode, gdn_block, gdn_commit, *rest)
 
 
 def _reference_ops(batch_invariant: bool) -> DecodeOps:
     """In plain torch. To have a row's bits in any batch, rows go one by one: a speculative step has several a slot."""
     products = fused_linear.normed_linear_reference, fused_linear.residual_linear_reference
-    rest = gdn_decode_reference, attention_decode_reference, embedded_rows_reference, rotary_tables_reference
+    gdn = gdn_decode_reference, gdn_block_reference, gdn_commit_reference
+    attention: Callable = attention_decode_reference
+    rest = embedded_rows_reference, rotary_tables_reference
     if batch_invariant:
         products = partial(normed_linear_in_groups, products[0]), partial(residual_linear_in_groups, products[1])
-        rest = (
-            rest[0],
-            partial(attention_of_one_row, rest[1]),
-            partial(embedded_rows_one_by_one, rest[2]),
-            partial(rotary_tables_one_by_one, rest[3]),
-        )
-    return DecodeOps(fused_linear.normed_rows_reference, *products, *rest)
+        attention = partial(attention_of_one_row, attention)
+        rest = partial(embedded_rows_one_by_one, rest[0]), partial(rotary_tables_one_by_one, rest[1])
+    mixers = *gdn, attention, partial(token_by_token, attention)
+    return DecodeOps(fused_linear.normed_rows_reference, *products, *mixers, *rest)
 
 
 def prompt_ops(device: torch.device, backend: str, off: dict[str, str]) -> PromptOps:

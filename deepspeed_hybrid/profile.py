@@ -6,10 +6,12 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from deepspeed_hybrid.generation.arena import Arena
+from deepspeed_hybrid.generation.chrome_trace import write_chrome_trace
 from deepspeed_hybrid.generation.loop import LoopStats
 from deepspeed_hybrid.generation.trace import Tracer
 from deepspeed_hybrid.job import Job
@@ -54,6 +56,13 @@ class Figures:
     def clock(self) -> CallClock:
         """Of a call that begins now."""
         return CallClock(dict(self.trace.totals))
+
+    def export(self, path: str | Path) -> None:
+        """All stages so far, as a Chrome trace."""
+        if not self.trace.on:
+            raise RuntimeError("export_chrome_trace() needs enable_profiling=True in the configuration")
+        self.trace.settle()
+        write_chrome_trace(path, self.trace.spans)
 
     def take(self, job: Job, clock: CallClock, arena: Arena, extra: Callable[[], dict]) -> None:
         """Fill in everything; ``extra()`` is what else the profile says."""

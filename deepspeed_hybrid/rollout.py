@@ -20,7 +20,6 @@ from deepspeed_hybrid.config import HybridEngineRolloutConfig
 from deepspeed_hybrid.generation.arena import Arena
 from deepspeed_hybrid.generation.assemble import assemble, finished_row
 from deepspeed_hybrid.generation.batch import FinishedRow, RolloutBatch
-from deepspeed_hybrid.generation.chrome_trace import write_chrome_trace
 from deepspeed_hybrid.generation.graph import GraphRunner
 from deepspeed_hybrid.generation.loop import run_rows
 from deepspeed_hybrid.generation.peers import ROUND, SYNC
@@ -68,8 +67,9 @@ class HybridEngineRollout(RolloutEngine):
         self._paths: Paths = resolve_paths(engine, self.cfg)
         self._injection = self._paths.injection
         self._figures = Figures(self.cfg.enable_profiling, self._paths.device)
-        self._graphs = GraphRunner(self.cfg.max_graphs, self._figures.trace) if self._paths.graph else None
         self._speculation = make_speculation(self.cfg, self._paths)
+        kinds = 1 if self._speculation is None else len(self._speculation.controller.lengths)
+        self._graphs = GraphRunner(kinds * self.cfg.max_graphs, self._figures.trace) if self._paths.graph else None
         self._arena = Arena(
             self._paths.call,
             self._paths.device,
@@ -360,10 +360,7 @@ class HybridEngineRollout(RolloutEngine):
         Raises:
             RuntimeError: without ``enable_profiling``, since nothing was recorded.
         """
-        if not self._figures.trace.on:
-            raise RuntimeError("export_chrome_trace() needs enable_profiling=True in the configuration")
-        self._figures.trace.settle()
-        write_chrome_trace(path, self._figures.trace.spans)
+        self._figures.export(path)
 
     def get_last_continuous_stats(self) -> dict | None:
         """Slots, refills, occupancy and rates of the last call with a ``continuous_batch_size``."""

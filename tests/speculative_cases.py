@@ -117,12 +117,37 @@ class ScriptedDrafter:
         return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), tokens - 1)
 
 
+class DeviceScript(ScriptedDrafter):
+    """The same without a look at a value, so that its steps can be captured."""
+
+    def __init__(self, answers: dict[tuple[int, int], list[int]], right: Callable[[int, int, int], int], device="cpu"):
+        super().__init__(answers, right)
+        requests, samples = (max(key[axis] for key in answers) + 1 for axis in (0, 1))
+        columns = max(map(len, answers.values())) + self.most_tokens
+        self.tokens = torch.ones(requests, samples, columns, dtype=torch.int64)
+        self.rights = torch.zeros(requests, samples, columns, dtype=torch.int64)
+        for (request, sample), tokens in answers.items():
+            self.tokens[request, sample, : len(tokens)] = torch.tensor(tokens)
+            self.rights[request, sample] = torch.tensor([right(request, sample, length) for length in range(columns)])
+        self.tokens, self.rights = self.tokens.to(device), self.rights.to(device)
+
+    def propose(self, state, tokens: int, kv_length: int) -> torch.Tensor:
+        requests, samples, columns = self.tokens.shape
+        rows = state.request.clamp(max=requests - 1)[:, None], state.sample.clamp(max=samples - 1)[:, None]
+        places = torch.arange(tokens - 1, device=state.token.device)[None]
+        length = state.length[:, None]
+        coming = self.tokens[(*rows, (length + places).clamp(max=columns - 1))]
+        right = self.rights[(*rows, length.clamp(max=columns - 1))]
+        return torch.where(places < right, coming, (coming + self.wrong) % VOCAB)
+
+
 class Schedule:
     """Block lengths in turn."""
 
     def __init__(self, *blocks: int):
         self.blocks, self.steps = blocks, 0
         self.most_tokens = max(blocks)
+        self.lengths = tuple(set(blocks))
 
     def begin(self) -> None:
         """It goes on where it was."""
@@ -130,7 +155,7 @@ class Schedule:
     def disturb(self) -> None:
         """It measures nothing."""
 
-    def record(self, lanes: int, tokens: int, counts: torch.Tensor) -> None:
+    def record(self, lanes: int, tokens: int, reached: torch.Tensor) -> None:
         """It knows already."""
 
     def tokens(self, lanes: int) -> int:

@@ -19,7 +19,8 @@ class BlockPlan:
     tokens: int
     positions: torch.Tensor  # [T, B] int64
     idle: torch.Tensor  # [T, B] bool: tokens that are none: of parked lanes, or beyond a row's limit
-    replays: list[Callable[[torch.Tensor], None]] = field(default_factory=list)  # what recurrent layers left to do
+    counts: torch.Tensor  # [B] int64: tokens of a lane that are some
+    commits: list[Callable[[torch.Tensor], None]] = field(default_factory=list)  # what recurrent layers left to do
 
 
 @dataclass(frozen=True)

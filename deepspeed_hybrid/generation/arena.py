@@ -3,7 +3,7 @@
 # DeepSpeed Team
 """The memory of generation: a cache and a state of one size, kept between calls, and the steps over them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
@@ -39,12 +39,22 @@ def length_bucket(tokens: int) -> int:
     return -(-tokens // LENGTH_STEP) * LENGTH_STEP
 
 
+Prepare = Callable[[Callable[..., None], Hashable], Callable[[], None]]
+
+
 class StepMaker(Protocol):
     """What can take the place of plain decode steps."""
 
-    @property
-    def step(self) -> Callable[..., None]:
-        """As :func:`deepspeed_hybrid.generation.step.decode_step`."""
+    def steps(self, prepare: Prepare, state: DecodeState) -> Callable[[], None]:
+        """What runs one step over the rows of ``state``.
+
+        Args:
+            prepare: a function with the arguments of :func:`deepspeed_hybrid.generation.step.decode_step`, and what
+                tells its step from others -> the step, eager or a replay.
+        """
+
+    def disturb(self) -> None:
+        """Something else than steps takes the device's time."""
 
     def attach(self, cache: SlotCache) -> None:
         """Serve a new cache."""
@@ -196,17 +206,19 @@ class Arena:
         return self._step(plan)
 
     def _step(self, plan: SamplingPlan) -> Callable[[], None]:
-        kind = plan.kind
-        step = decode_step if self.speculation is None else self.speculation.step
-        lanes, kv_length = self.state.lanes(self.lanes), self.kv_length
+        kind, lanes, kv_length = plan.kind, self.state.lanes(self.lanes), self.kv_length
+        key = (self.lanes, kv_length, kind, self.state.stop_ids.numel())
+        arguments = (self.model, self.cache, lanes, kind, kv_length)
 
-        def run() -> None:  # an eager one may outlive the plan it began with
-            step(self.model, self.cache, lanes, kind, kv_length, self.masked(), self.choose, self.truncate)
+        def prepare(step: Callable[..., None], which: Hashable) -> Callable[[], None]:
+            def run() -> None:  # an eager one may outlive the plan it began with
+                step(*arguments, self.masked(), self.choose, self.truncate)
 
-        if self.graphs is None or plan.max_new_tokens == 1:
-            return run
-        key = (self.lanes, kv_length, self.masked(), kind, self.state.stop_ids.numel())
-        return self.graphs.prepare(key, run, self.parked)
+            if self.graphs is None or plan.max_new_tokens == 1:
+                return run
+            return self.graphs.prepare((*key, self.masked(), which), run, self.parked)
+
+        return prepare(decode_step, None) if self.speculation is None else self.speculation.steps(prepare, lanes)
 
     @contextmanager
     def parked(self) -> Iterator[None]:

@@ -95,7 +95,8 @@ def run_rows(
         slots: most rows in flight, at most ``arena.lanes``.
         answers: filled in.
         stats: filled in.
-        poll_every: steps between two looks at the stop flags, on a device that runs ahead of the host.
+        poll_every: tokens that a row may get between two looks at the stop flags, on a device that runs ahead of the
+            host.
         shared_prefill: prefill a prompt once for all of its samples that get a slot at the same time.
         keeps: and for those that wait.
         trace: is told of stages: 'prefill', 'refill' of slots whose rows have ended, 'shrink', 'decode', 'collect'.
@@ -107,6 +108,7 @@ def run_rows(
     scheduler = SlotScheduler(len(prompts.lengths) * plan.samples, slots)
     flags = StopFlags(state)
     kept = KeptPrompt(keeps) if shared_prefill else None
+    every = max(1, poll_every // (1 if arena.speculation is None else arena.speculation.most_tokens))
     stats.slots = slots
     steps_left = 0
     step = trace.ranged("decode step", step)
@@ -132,7 +134,7 @@ def run_rows(
                     with trace.span("shrink", lanes=fewer):
                         step = trace.ranged("decode step", arena.shrink(fewer, scheduler.compact(fewer), plan))
                     stats.shrinks += 1
-            burst = min(poll_every if flags.asynchronous else 1, steps_left)
+            burst = min(every if flags.asynchronous else 1, steps_left)
             if burst:
                 with trace.span("decode", steps=burst, lanes=arena.lanes, rows=scheduler.running):
                     for _ in range(burst):
@@ -164,6 +166,8 @@ def _admit(
         placed: slots and rows, the rows in the order in which they wait.
         kept: the prompt that more samples wait for; None where each sample has a prefill of its own.
     """
+    if arena.speculation is not None:
+        arena.speculation.disturb()
     slots = [slot for slot, _ in placed]
     requests = [row // plan.samples for _, row in placed]
     samples = [row % plan.samples for _, row in placed]

@@ -139,7 +139,8 @@ def rotated_heads(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> 
     return torch.cat([turned, passed], dim=-1)
 
 
-def _check(
+def check_attention(
+    op: str,
     projected: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -156,11 +157,11 @@ def _check(
     scaling: float,
     splits: int = 0,
 ) -> None:
-    """Raise before anything is written."""
+    """Raise before anything is written, in the name of ``op``."""
 
     def require(condition: bool, message: str) -> None:
         if not condition:
-            raise RuntimeError(f"attention_decode: {message}")
+            raise RuntimeError(f"{op}: {message}")
 
     tensors = {
         "projected": projected,
@@ -240,7 +241,7 @@ def attention_decode_op(
     """:func:`attention_decode` as torch's dispatcher knows it."""
     arguments = (projected, cos, sin, keys, values, position, parked, q_norm, k_norm)
     settings = (norm_offset, eps, query_heads, gated, scaling, splits)
-    _check(*arguments, *settings)
+    check_attention("attention_decode", *arguments, *settings)
     # Not at the top: a torch built for CPUs only comes without Triton.
     from deepspeed_hybrid.ops.triton.attention_decode import launch
 
@@ -249,7 +250,7 @@ def attention_decode_op(
 
 @attention_decode_op.register_kernel("cpu")
 def _(*arguments) -> torch.Tensor:
-    _check(*arguments)
+    check_attention("attention_decode", *arguments)
     return attention_decode_reference(*arguments)
 
 

@@ -224,7 +224,7 @@ def checked_sizes(
     state: torch.Tensor,
     norm_weight: torch.Tensor,
     position: torch.Tensor,
-    parked: torch.Tensor,
+    parked: torch.Tensor | None,
     key_heads: int,
 ) -> GdnSizes:
     """The layer's sizes, from arguments that fit each other; otherwise a RuntimeError that names one."""

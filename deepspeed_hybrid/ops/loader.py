@@ -34,7 +34,10 @@ TRITON_OPS = (
     "gdn_conv",
     "gated_norm",
     "gdn_decode",
+    "gdn_block",
+    "gdn_commit",
     "attention_decode",
+    "attention_block",
 )
 
 

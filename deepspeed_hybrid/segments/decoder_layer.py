@@ -24,7 +24,6 @@ from deepspeed_hybrid.compat import facts, hooks_of, own_attention
 from deepspeed_hybrid.ops.attention_decode import MAX_HEAD_DIM
 from deepspeed_hybrid.ops.gdn_decode import MAX_CONV_KERNEL
 from deepspeed_hybrid.segments.apply import Binding
-from deepspeed_hybrid.segments.block_step import attention_block, gdn_block
 from deepspeed_hybrid.segments.head_parallel import HeadParallelGdn
 from deepspeed_hybrid.segments.known_forwards import (
     ATTENTION_CORE,
@@ -57,7 +56,10 @@ class DecodeOps:
     normed_linear: Callable
     residual_linear: Callable
     gdn: Callable
+    gdn_block: Callable
+    gdn_commit: Callable
     attention: Callable
+    attention_block: Callable
     embedded_rows: Callable
     rotary_tables: Callable
 
@@ -273,26 +275,23 @@ def gdn_decode_step(
         (module.num_v_heads, module.head_k_dim, module.head_v_dim),
     )
     norm = module.norm
-
-    def step(projected, window, state, position, parked) -> torch.Tensor:
-        return ops.gdn(
-            projected,
-            window,
-            module.conv1d.weight[:, 0],
-            module.conv1d.bias,
-            module.A_log,
-            module.dt_bias,
-            state,
-            norm.weight,
-            getattr(norm, "variance_epsilon", getattr(norm, "eps", None)),
-            position,
-            parked,
-            module.num_k_heads,
-        )
-
-    if plan.block is not None:
-        return gdn_block(step, projected, slots.window, slots.state, plan.block)
-    return step(projected, slots.window, slots.state, plan.before, plan.parked)
+    layer = (
+        projected,
+        slots.window,
+        module.conv1d.weight[:, 0],
+        module.conv1d.bias,
+        module.A_log,
+        module.dt_bias,
+        slots.state,
+        norm.weight,
+        getattr(norm, "variance_epsilon", getattr(norm, "eps", None)),
+    )
+    block = plan.block
+    if block is None:
+        return ops.gdn(*layer, plan.before, plan.parked, module.num_k_heads)
+    first = block.positions[0]  # the rows' own positions will have moved on when the block is committed
+    block.commits.append(lambda counts: ops.gdn_commit(*layer, first, counts, module.num_k_heads))
+    return ops.gdn_block(*layer, first, block.counts, module.num_k_heads)
 
 
 def head_norms(module: nn.Module) -> tuple[Norm | None, Norm | None]:
@@ -319,27 +318,19 @@ def attention_decode_step(
     cos, sin = (table.expand(projected.shape[0], -1, -1)[:, 0] for table in position_embeddings)
     query_norm, key_norm = norms
 
-    def step(projected, cos, sin, position, parked) -> torch.Tensor:
-        return ops.attention(
-            projected,
-            cos,
-            sin,
-            slots.keys,
-            slots.values,
-            position,
-            parked,
-            None if query_norm is None else query_norm.weight,
-            None if key_norm is None else key_norm.weight,
-            0.0 if query_norm is None else query_norm.offset,
-            0.0 if query_norm is None else query_norm.eps,
-            outputs // module.head_dim,
-            queries != outputs,
-            module.scaling,
-        )
-
-    if plan.block is not None:
-        return attention_block(step, projected, (cos, sin), plan.block)
-    return step(projected, cos, sin, plan.before, plan.parked)
+    settings = (
+        None if query_norm is None else query_norm.weight,
+        None if key_norm is None else key_norm.weight,
+        0.0 if query_norm is None else query_norm.offset,
+        0.0 if query_norm is None else query_norm.eps,
+        outputs // module.head_dim,
+        queries != outputs,
+        module.scaling,
+    )
+    inputs, block = (projected, cos, sin, slots.keys, slots.values), plan.block
+    if block is None:
+        return ops.attention(*inputs, plan.before, plan.parked, *settings)
+    return ops.attention_block(*inputs, block.positions.flatten(), block.idle.flatten(), *settings, plan.lanes)
 
 
 def head_obstacle(model: nn.Module, decoder: nn.Module, head: nn.Module) -> str | None:

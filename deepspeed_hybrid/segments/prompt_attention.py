@@ -12,6 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from deepspeed_hybrid.segments.apply import Binding
 from deepspeed_hybrid.segments.norm import Norm, rms_norm
+from deepspeed_hybrid.segments.shared_chain import attention_sizes
 from deepspeed_hybrid.segments.weights import FusedLinear
 
 
@@ -43,9 +44,9 @@ def prompt_attention(
     if attend is None:
         return type(module).forward(module, hidden_states, position_embeddings, attention_mask, **kwargs)
     cache = kwargs.pop("cache" if "cache" in kwargs else "past_key_values")
-    heads, head_dim = module.o_proj.in_features // module.head_dim, module.head_dim
-    kv_heads = module.k_proj.out_features // head_dim
-    gated = module.q_proj.out_features != module.o_proj.in_features
+    queries, keys, outputs = attention_sizes(module)
+    head_dim, gated = module.head_dim, queries != outputs
+    heads, kv_heads = outputs // head_dim, keys // head_dim
     projected = fused(hidden_states)
     query, key = prompt_heads(
         projected,

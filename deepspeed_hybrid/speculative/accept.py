@@ -16,6 +16,8 @@ from deepspeed_hybrid.generation.sampling import SamplingKind
 from deepspeed_hybrid.generation.state import DecodeState
 from deepspeed_hybrid.generation.step import advance
 
+KEYS = ("limit", "seed", "request", "sample", "temperature")  # of a row, that all of its choices have in common
+
 
 def accept(
     state: DecodeState,
@@ -36,6 +38,19 @@ def accept(
     Returns:
         [B] int64, 0 to T: tokens that came out, and so inputs to commit; 0 for parked rows.
     """
+    # A penalty goes by the tokens before; truncated scores of all tokens at once would take T times the memory.
+    alone = kind.penalised or kind.truncated or kind.invariant
+    return (_one_by_one if alone else _all_at_once)(state, logits, drafts, kind, choose, truncate)
+
+
+def _one_by_one(
+    state: DecodeState,
+    logits: torch.Tensor,
+    drafts: torch.Tensor,
+    kind: SamplingKind,
+    choose: Callable,
+    truncate: Callable,
+) -> torch.Tensor:
     before = state.length.clone()
     diverged = torch.zeros_like(state.parked)
     for index, scores in enumerate(logits):
@@ -46,3 +61,47 @@ def accept(
         if index < drafts.shape[1]:
             diverged = diverged | (state.token != drafts[:, index])
     return state.length - before
+
+
+def _all_at_once(
+    state: DecodeState,
+    logits: torch.Tensor,
+    drafts: torch.Tensor,
+    kind: SamplingKind,
+    choose: Callable,
+    truncate: Callable,
+) -> torch.Tensor:
+    """Every choice as a row of its own, in one call, as if all drafts were right; then as many as there really are."""
+    tokens, lanes = logits.shape[:2]
+    index = torch.arange(tokens, device=logits.device)[:, None]
+    rows = replace(
+        state,
+        token=state.token.repeat(tokens),
+        position=(state.position + index).flatten(),
+        length=(state.length + index).flatten(),
+        parked=(state.parked | (index >= state.limit - state.length)).flatten(),
+        finish=state.finish.repeat(tokens),
+        tokens=state.tokens.new_zeros(tokens * lanes, 1),  # what is chosen beyond a buffer's end is at its end
+        logprobs=state.logprobs.new_zeros(tokens * lanes, 1),
+        **{name: getattr(state, name).repeat(tokens) for name in KEYS},
+    )
+    advance(rows, logits.flatten(0, 1), kind, choose, truncate, None)
+    chosen, logprobs, finish, ended = (
+        part.view(tokens, lanes) for part in (rows.token, rows.logprobs, rows.finish, rows.parked)
+    )
+
+    right = (chosen[:-1] == drafts.t()) & ~ended[:-1]
+    counts = (1 + right.long().cumprod(dim=0).sum(dim=0)).masked_fill(state.parked, 0)
+    last = (counts - 1).clamp(min=0)[None]
+    # Behind the last that came out it comes again, to the same place.
+    taken = torch.minimum(index, last)
+    columns = (state.length + taken).clamp(max=state.tokens.shape[1] - 1).t()
+    for buffer, values in ((state.tokens, chosen), (state.logprobs, logprobs)):
+        kept = buffer.gather(1, columns)
+        buffer.scatter_(1, columns, torch.where(state.parked[:, None], kept, values.gather(0, taken).t()))
+    for buffer, values in ((state.token, chosen), (state.finish, finish)):
+        buffer.copy_(torch.where(state.parked, buffer, values.gather(0, last)[0]))
+    state.position.add_(counts)
+    state.length.add_(counts)
+    state.parked.logical_or_(ended.gather(0, last)[0])
+    return counts

@@ -19,8 +19,7 @@ class FeatureCapture:
 
     Args:
         layer_ids: in the order of the columns, which need not be the order of the layers.
-        consume: is called with each forward's features [B, T, layers * D] when the last of them is there; they are
-            overwritten by the next forward of that shape.
+        consume: is called with each forward's features [B, T, layers * D] when the last of them is there.
     """
 
     def __init__(self, layer_ids: tuple[int, ...], consume: Callable[[torch.Tensor], None]):
@@ -56,4 +55,5 @@ class FeatureCapture:
             seen, self._seen = self._seen, 0
             if seen != len(self.layer_ids):
                 raise RuntimeError(f"{seen} of {len(self.layer_ids)} features were seen in a forward")
-            self.consume(self._buffer)
+            buffer, self._buffer = self._buffer, None  # a captured forward's memory is not to be written by others
+            self.consume(buffer)

@@ -144,6 +144,41 @@ class DraftConfig:
             causal=() if causal is None else (bool(causal),) * layers,
         )
 
+    def to_json(self) -> dict:
+        """A config.json in the published format, which :meth:`from_json` reads as this very configuration.
+
+        Raises:
+            ValueError: what is causal is neither the same in all layers nor by layer type, which has no spelling.
+        """
+        raw = {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "attention_bias": self.attention_bias,
+            "vocab_size": self.vocab_size,
+            "block_size": self.block_size,
+            "num_target_layers": self.num_target_layers,
+            "layer_types": list(self.layer_types),
+            "sliding_window": self.sliding_window,
+            "rope_parameters": self.rope.to_json(),
+            "dflash_config": {
+                "target_layer_ids": list(self.target_layer_ids),
+                "mask_token_id": self.mask_token_id,
+            },
+        }
+        if self.causal != tuple(kind == SLIDING for kind in self.layer_types):
+            if len(set(self.causal)) > 1:
+                raise ValueError(f"a config.json cannot say which layers are causal: {self.causal}")
+            raw["is_causal"] = self.causal[0]
+        return raw
+
     @classmethod
     def read(cls, folder: str | Path) -> "DraftConfig":
         """Of a checkpoint's folder."""

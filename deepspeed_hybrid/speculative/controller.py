@@ -20,6 +20,7 @@ GAIN = 1.05  # another length must promise this much more
 class Controller(Protocol):
     """Decides on the host, before a step."""
 
+    lengths: tuple[int, ...]  # that blocks may have
     most_tokens: int  # of any block
 
     def begin(self) -> None:
@@ -31,15 +32,16 @@ class Controller(Protocol):
     def disturb(self) -> None:
         """Something other than steps takes time: a prompt, or what a caller does between rows."""
 
-    def record(self, lanes: int, tokens: int, counts: torch.Tensor) -> None:
-        """What came out of a step: ``counts`` [B] int64 tokens of each row, 0 for parked ones."""
+    def record(self, lanes: int, tokens: int, reached: torch.Tensor) -> None:
+        """What has come out of steps of ``tokens`` since the call began, the last of them this moment: ``reached``
+        [tokens] int64 rows that got more than i tokens."""
 
     def describe(self) -> str:
         """In a few words."""
 
 
 class FixedBlock:
-    """Always the same.
+    """Always the same length.
 
     Args:
         block: tokens of a block.
@@ -47,6 +49,7 @@ class FixedBlock:
 
     def __init__(self, block: int):
         self.block = self.most_tokens = block
+        self.lengths: tuple[int, ...] = (block,)
 
     def begin(self) -> None:
         """It has nothing to measure."""
@@ -57,7 +60,7 @@ class FixedBlock:
     def tokens(self, lanes: int) -> int:
         return self.block
 
-    def record(self, lanes: int, tokens: int, counts: torch.Tensor) -> None:
+    def record(self, lanes: int, tokens: int, reached: torch.Tensor) -> None:
         """Nor to learn."""
 
     def describe(self) -> str:
@@ -70,7 +73,9 @@ class PayingBlock:
     Steps come in periods of one length. At the end of each its time a step, for that many lanes, and the share of
     right drafts at each place, given those before it, are taken into running means. Each length is tried once, and the
     best of the others again now and then, rarely any; where plain steps are best, that is speculation switched off.
-    The first step of a length, which compiles kernels, and periods with something else in them do not count.
+    The first step of a length, which compiles kernels and is captured, and periods with something else in them do not
+    count. The host looks at the device's counts, and so waits for it, at the end of a period, and behind the first
+    step of one that did not follow another at once: what was queued before it is not the steps'.
 
     Times differ from run to run, so lengths do, and with them the last bits of logprobs; tokens do not.
 
@@ -92,35 +97,41 @@ class PayingBlock:
         self.begin()
 
     def begin(self) -> None:
+        self._known: dict[
+            int, list[int]
+        ] = {}  # length -> what had come out of its steps when they were last looked at
+        self._end_period(idle=False)
+
+    def _end_period(self, idle: bool) -> None:
         self._current: tuple[int, int] | None = None
         self._steps = self._unmeasured = 0
         self._disturbed = False
-        self._reached: torch.Tensor | None = None
+        self._idle = idle  # the device has nothing left to do
 
     def disturb(self) -> None:
-        self._disturbed = self._current is not None
+        self._disturbed, self._idle = self._current is not None, False
 
     def tokens(self, lanes: int) -> int:
         if self._current is None or self._current[0] != lanes:
-            self.begin()
+            self._end_period(self._idle and self._current is None)
             self._current = (lanes, self._next(lanes))
             self._start = self.clock()
         return self._current[1]
 
-    def record(self, lanes: int, tokens: int, counts: torch.Tensor) -> None:
-        places = torch.arange(tokens, device=counts.device)[:, None]
-        reached = (counts > places).sum(dim=1)
-        self._reached = reached if self._reached is None else self._reached + reached
+    def record(self, lanes: int, tokens: int, reached: torch.Tensor) -> None:
         self._steps += 1
-        if self._steps == 1 and (lanes, tokens) not in self.seconds:
-            self._reached.tolist()  # waits for the device
+        if self._steps == 1 and not (self._idle and (lanes, tokens) in self.seconds):
+            reached.tolist()  # waits for the device
             self._start, self._unmeasured, self._disturbed = self.clock(), 1, False
         if self._steps == PERIOD:
-            self._learn(lanes, tokens, self._reached.tolist())
-            self.begin()
+            now = reached.tolist()
+            before = self._known.get(tokens, [0] * tokens)
+            self._known[tokens] = now
+            self._learn(lanes, tokens, [count - earlier for count, earlier in zip(now, before, strict=True)])
+            self._end_period(idle=True)
 
     def _learn(self, lanes: int, tokens: int, reached: list[int]) -> None:
-        """Reading ``reached`` has waited for the device, so that the clock has what the steps took.
+        """Of a period, at a moment when the host has waited for the device, so that the clock has what the steps took.
 
         Times err upwards alone: a shorter one is believed at once.
         """

@@ -147,11 +147,15 @@ def rotated(heads: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> t
 
 
 def attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[B, T, H, E] over keys and values [B, N, G, E]; mask [B, T, N] bool, True where a query sees a key."""
-    groups = queries.shape[2] // keys.shape[2]
-    keys, values = (part.transpose(1, 2).repeat_interleave(groups, dim=1) for part in (keys, values))
-    mixed = F.scaled_dot_product_attention(queries.transpose(1, 2), keys, values, attn_mask=mask[:, None])
-    return mixed.transpose(1, 2)
+    """[B, T, H, E] over keys and values [B, N, G, E]; mask [B, T, N] bool, True where a query sees a key.
+
+    Heads that share keys are queries more of one head, so that nobody has to copy a cache's keys for each of them.
+    """
+    shared = queries.shape[2] // keys.shape[2]
+    packed = queries.unflatten(2, (-1, shared)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    seen = mask[:, None, None].expand(-1, -1, shared, -1, -1).flatten(2, 3)
+    mixed = F.scaled_dot_product_attention(packed, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=seen)
+    return mixed.unflatten(2, (shared, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def visible(

@@ -27,6 +27,21 @@ class RopeSettings:
     attention_factor: float | None = None  # None: yarn's own
     truncate: bool = True
 
+    def to_json(self) -> dict:
+        """What :func:`rope_settings` reads as these settings, under ``rope_parameters``."""
+        settings: dict = {"rope_type": self.kind, "rope_theta": self.theta}
+        if self.kind != "default":
+            settings["factor"] = self.factor
+        if self.kind == "yarn":
+            settings |= {
+                "original_max_position_embeddings": self.original_positions,
+                "beta_fast": self.beta_fast,
+                "beta_slow": self.beta_slow,
+                "attention_factor": self.attention_factor,
+                "truncate": self.truncate,
+            }
+        return settings
+
     def inv_freq(self) -> torch.Tensor:
         """[head_dim / 2] fp32."""
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.int64).float() / self.head_dim

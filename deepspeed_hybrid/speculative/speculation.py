@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""One speculative step: propose, verify, accept, commit. It takes a decode step's place, over the same buffers."""
+"""One speculative step: propose, verify, accept, commit. It takes a decode step's place, over the same buffers.
+
+Everything in it happens on the device, at addresses that stay: it runs eagerly anywhere, and in a graph, of which
+there is one for each length of blocks. The host only says which.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +14,7 @@ import torch
 
 from deepspeed_hybrid.cache.slot_cache import SlotCache
 from deepspeed_hybrid.compat import ModelCall, text_model
+from deepspeed_hybrid.generation.arena import Prepare
 from deepspeed_hybrid.generation.sampling import SamplingKind
 from deepspeed_hybrid.generation.state import DecodeState
 from deepspeed_hybrid.generation.step import decode_step
@@ -40,7 +45,7 @@ class Speculation:
         self.drafter.attach(cache)
 
     def release(self) -> None:
-        self._cache = None
+        self._cache, self.stats = None, SpeculationStats()
         self.drafter.release()
 
     def cache_bytes(self, slots: int, capacity: int) -> int:
@@ -51,17 +56,17 @@ class Speculation:
         return self.controller.most_tokens
 
     def describe(self) -> str:
-        return f"{self.controller.describe()}, eager; drafts by {self.drafter.describe()}"
+        return f"{self.controller.describe()}; drafts by {self.drafter.describe()}"
 
     def begin(self) -> None:
         """Count anew: a call begins."""
         self.controller.begin()
-        self.stats = SpeculationStats()
+        self.stats.begin()
 
     @contextmanager
     def watching(self, call: ModelCall) -> Iterator[None]:
         """Inside, the drafter sees the features of every forward over the cache."""
-        self.controller.disturb()  # what was between two rounds was no step
+        self.disturb()  # what was between two rounds was no step
         if not self.drafter.layer_ids:
             yield
             return
@@ -70,10 +75,25 @@ class Speculation:
             yield
 
     def _observe(self, features: torch.Tensor) -> None:
-        plan = self._cache.holder.plan
-        if plan.slots is not None:
-            self.controller.disturb()
-        self.drafter.observe(features, plan)
+        self.drafter.observe(features, self._cache.holder.plan)
+
+    def disturb(self) -> None:
+        """What takes time beside steps: prompts, or a caller between rows."""
+        self.controller.disturb()
+
+    def steps(self, prepare: Prepare, state: DecodeState) -> Callable[[], None]:
+        """A step of as many tokens as the controller says, each time it is called."""
+        lanes = state.token.numel()
+
+        def run() -> None:
+            tokens = self.controller.tokens(lanes)
+            reached = self.stats.hold(tokens, state.token.device)
+            step: Callable[..., None] = self.step
+            prepare(lambda *arguments: step(*arguments, tokens), tokens)()
+            self.stats.steps[tokens] = self.stats.steps.get(tokens, 0) + 1
+            self.controller.record(lanes, tokens, reached)
+
+        return run
 
     def step(
         self,
@@ -85,10 +105,9 @@ class Speculation:
         masked: bool,
         choose: Callable,
         truncate: Callable,
+        tokens: int,
     ) -> None:
-        """As :func:`deepspeed_hybrid.generation.step.decode_step`, but a row may get several tokens."""
-        lanes = state.token.numel()
-        tokens = self.controller.tokens(lanes)
+        """As :func:`deepspeed_hybrid.generation.step.decode_step`, but a row may get up to ``tokens``."""
         if tokens == 1:
             before = state.length.clone()
             decode_step(model, cache, state, kind, kv_length, masked, choose, truncate)
@@ -99,4 +118,3 @@ class Speculation:
             counts = accept(state, logits, drafts, kind, choose, truncate)
             commit(block, counts)
         self.stats.add(tokens, counts)
-        self.controller.record(lanes, tokens, counts)

@@ -7,21 +7,28 @@ import torch
 
 
 class SpeculationStats:
-    """Counts on the device, read at the end of a call."""
+    """Counts on the device, at addresses that stay, so that captured steps add to them; read at the end of a call."""
 
     def __init__(self) -> None:
-        self._reached: dict[int, torch.Tensor] = {}  # block length -> [T] int64: rows that got more than i tokens
+        self.reached: dict[int, torch.Tensor] = {}  # block length T -> [T] int64: rows that got more than i tokens
         self.steps: dict[int, int] = {}  # block length -> steps
+
+    def begin(self) -> None:
+        """Count anew, in place."""
+        self.steps = {}
+        for counts in self.reached.values():
+            counts.zero_()
+
+    def hold(self, tokens: int, device: torch.device) -> torch.Tensor:
+        """The counts of steps of so many tokens, made at the first call: before a capture, whose memory is reused."""
+        if tokens not in self.reached:
+            self.reached[tokens] = torch.zeros(tokens, dtype=torch.int64, device=device)
+        return self.reached[tokens]
 
     def add(self, tokens: int, counts: torch.Tensor) -> None:
         """A step of ``tokens``, out of which came ``counts`` [B] int64 for its rows; 0 for parked ones."""
         places = torch.arange(tokens, device=counts.device)[:, None]
-        reached = (counts > places).sum(dim=1)
-        if tokens in self._reached:
-            self._reached[tokens] += reached
-        else:
-            self._reached[tokens] = reached
-        self.steps[tokens] = self.steps.get(tokens, 0) + 1
+        self.reached[tokens] += (counts > places).sum(dim=1)
 
     def summary(self) -> dict:
         """Waits for the device.
@@ -31,7 +38,7 @@ class SpeculationStats:
             ``acceptance``, by block length a list: the share of rows whose draft at that place came out, given that
             those before it did (None where there was none); rows that ended count as if the draft had been wrong.
         """
-        reached = {tokens: counts.tolist() for tokens, counts in self._reached.items()}
+        reached = {tokens: self.reached[tokens].tolist() for tokens in self.steps}
         rows, emitted = sum(one[0] for one in reached.values()), sum(sum(one) for one in reached.values())
         return {
             "steps": dict(self.steps),

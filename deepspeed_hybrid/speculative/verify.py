@@ -5,8 +5,8 @@
 
 The block runs as lanes of one token each, so that products and norms are those of any decode step. Attention writes
 keys beyond a row's committed length, where nobody reads them before they are written anew. A GatedDeltaNet layer scans
-copies of its conv window and recurrent state and remembers its inputs; committing replays the first of them with the
-very op of a decode step, so that the state has the bits that as many decode steps leave.
+without writing, and remembers its inputs; committing scans the first of them once more, in the order of decode steps,
+so that the state is what as many of them leave.
 """
 
 import torch
@@ -34,8 +34,8 @@ def verify(
     lanes, tokens = drafts.shape[0], drafts.shape[1] + 1
     steps = torch.arange(tokens, device=drafts.device)[:, None]
     positions = state.position + steps
-    idle = state.parked | (steps >= state.limit - state.length)
-    block = BlockPlan(tokens=tokens, positions=positions, idle=idle)
+    counts = (state.limit - state.length).clamp(0, tokens).masked_fill(state.parked, 0)
+    block = BlockPlan(tokens=tokens, positions=positions, idle=steps >= counts, counts=counts)
     plan = StepPlan(
         lanes=lanes,
         slots=None,
@@ -53,7 +53,5 @@ def verify(
 
 def commit(block: BlockPlan, counts: torch.Tensor) -> None:
     """Take over the first ``counts`` [B] int64 tokens of every lane into conv windows and recurrent states."""
-    steps = torch.arange(block.tokens, device=counts.device)[:, None]
-    beyond = steps >= counts
-    for replay in block.replays:
-        replay(beyond)
+    for take_over in block.commits:
+        take_over(counts)

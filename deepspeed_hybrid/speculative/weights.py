@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""A draft checkpoint's weights, under whichever names they were saved."""
+"""Draft checkpoints as folders: weights under whichever names they were saved, and saved under the published ones."""
 
+import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from deepspeed_hybrid.speculative.config import DraftConfig
 from deepspeed_hybrid.speculative.draft import DFlashDraft
@@ -34,6 +35,24 @@ def load_draft(folder: str | Path) -> DFlashDraft:
     for file in files:
         weights.update(load_file(file))
     return draft_from(config, weights)
+
+
+def save_draft(draft: DFlashDraft, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+    """Write config.json and model.safetensors in the published format, which :func:`load_draft` reads.
+
+    Args:
+        folder: made if needed; both files are overwritten.
+        dtype: of the weights in the file; None: the draft's own.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.dumps(draft.config.to_json(), indent=2)
+    weights = {
+        name: weight.detach().to("cpu", dtype or weight.dtype).contiguous()
+        for name, weight in draft.state_dict().items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(config + "\n")
 
 
 def draft_from(config: DraftConfig, weights: dict[str, torch.Tensor]) -> DFlashDraft:

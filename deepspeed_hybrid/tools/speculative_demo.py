@@ -25,6 +25,7 @@ from deepspeed_hybrid.tools import results
 from deepspeed_hybrid.tools.models import build_model, decay_slowly, demo_config
 from deepspeed_hybrid.tools.process import quiet
 from deepspeed_hybrid.tools.strides import MASK, PAD, VOCAB, sentences
+from deepspeed_hybrid.tools.train_draft import set_rate
 
 BLOCK = 8
 PROMPT, ANSWER = 8, 56
@@ -73,7 +74,7 @@ def trained_target(seed: int, size: str, chance: torch.Generator) -> nn.Module:
     decay_slowly(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=TARGET_RATE)
     for step in tqdm(range(TARGET_STEPS), desc="model", unit="step"):
-        _set_rate(optimizer, TARGET_RATE, step, TARGET_STEPS)
+        set_rate(optimizer, TARGET_RATE, step, TARGET_STEPS)
         ids = sentences(TARGET_BATCH, 48, chance).to(model.device)
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
@@ -99,7 +100,7 @@ def trained_draft(target: nn.Module, seed: int, steps: int, chance: torch.Genera
     trainer = DraftTrainer(target, draft, DRAFT_RATE, ANCHORS, seed=seed)
     features = [trainer.features(rows) for rows in heard]
     for step in tqdm(range(steps), desc="draft model", unit="step"):
-        _set_rate(trainer.optimizer, DRAFT_RATE, step, steps)
+        set_rate(trainer.optimizer, DRAFT_RATE, step, steps)
         rows, known = heard[step % ROLLOUTS], features[step % ROLLOUTS]
         some = torch.randint(0, ROLLOUT_ROWS, (DRAFT_BATCH,), generator=chance).to(target.device)
         outcome = trainer.update(Answered(rows.ids[some], rows.answered[some]), known[some])
@@ -178,9 +179,3 @@ def _answers(rollout: HybridEngineRollout, prompts: torch.Tensor, sampling: Samp
 
 def _tokenizer() -> SimpleNamespace:
     return SimpleNamespace(pad_token_id=PAD, eos_token_id=None)
-
-
-def _set_rate(optimizer: torch.optim.Optimizer, rate: float, step: int, steps: int) -> None:
-    """Warm up, then come down in a line."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate * min(1.0, (step + 1) / 40) * max(0.05, 1 - step / steps)

@@ -1,57 +1,154 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""Speculative steps on a GPU: eager, with the kernels of plain decode steps, and the plain path's tokens in fp32."""
+"""Speculative steps on a GPU, eager and captured: the plain path's tokens in fp32, one capture a length, no sync."""
 
 import pytest
 import torch
 from harness import greedy, rollout_of
 from models import ragged_prompts, tiny_model
-from speculative_cases import ScriptedDrafter, figures, script_of, speculative_rollout, tiny_draft
+from speculative_cases import DeviceScript, Schedule, figures, script_of, speculative_rollout, tiny_draft
 
 from deepspeed_hybrid import RolloutRequest, SamplingConfig
+from deepspeed_hybrid.generation import tail
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("exact_fp32"),
+]
+
+KINDS = {
+    "greedy": dict(temperature=0.0),
+    "seeded": dict(temperature=1.0, seed=1, top_p=0.9),
+    "penalised": dict(temperature=0.8, seed=2, repetition_penalty=1.2),
+}
+LENGTHS = [5, 1, 17, 2]
 
 
-class DeviceScript(ScriptedDrafter):
-    """A script reads its rows on the host; its guesses go to the device."""
-
-    def propose(self, state, tokens: int, kv_length: int) -> torch.Tensor:
-        return super().propose(state, tokens, kv_length).to(state.token.device)
+def run(rollout, prompts, new_tokens: int = 32, **options):
+    return rollout.generate(RolloutRequest(*prompts), SamplingConfig(max_new_tokens=new_tokens, **options))
 
 
-@pytest.mark.usefixtures("exact_fp32")
-@pytest.mark.parametrize("family", ["qwen3_5", "llama"])
-@pytest.mark.parametrize("proposes", ["model", "script"])
-def test_fp32_tokens_are_the_plain_paths(family, proposes):
-    target, prompts = tiny_model(family).cuda(), ragged_prompts([5, 1, 17, 2])
+def script(batch, samples: int = 1) -> DeviceScript:
+    return DeviceScript(script_of(batch, samples), lambda *key: sum(key) % 8, "cuda")
+
+
+def assert_same(one, other, atol: float = 1e-3) -> None:
+    assert torch.equal(one.input_ids, other.input_ids)
+    assert one.finish_reasons == other.finish_reasons
+    torch.testing.assert_close(one.logprobs, other.logprobs, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "family, proposes, captured",
+    [("qwen3_5", "model", True), ("qwen3_5", "script", True), ("qwen3_5", "script", False), ("llama", "script", True)],
+)
+def test_fp32_tokens_are_the_plain_paths(family, proposes, captured):
+    target, prompts = tiny_model(family).cuda(), ragged_prompts(LENGTHS)
     plain = greedy(rollout_of(target), prompts, 32)
-    draft = tiny_draft(target).cuda()
-    if proposes == "script":
-        draft = DeviceScript(script_of(plain), lambda request, sample, length: (length + request) % 8)
-    rollout = speculative_rollout(target, draft)
-    batch = greedy(rollout, prompts, 32)
-    assert torch.equal(batch.input_ids, plain.input_ids)
-    torch.testing.assert_close(batch.logprobs, plain.logprobs, atol=1e-3, rtol=0)
-    assert "graph capture: off" in rollout.describe()
+    draft = script(plain) if proposes == "script" else tiny_draft(target).cuda()
+    rollout = speculative_rollout(target, draft, use_graph_capture=captured)
+    for _ in range(2):
+        assert_same(greedy(rollout, prompts, 32), plain)
+    if captured:
+        assert rollout._graphs.captures == 1
+    assert f"graph capture: {'on' if captured else 'off'}" in rollout.describe()
     if proposes == "script":
         assert figures(rollout)["tokens_per_step"] > 2
 
 
-def test_steps_do_not_wait_for_the_device():
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_blocks_of_changing_length(kind):
+    """Captured is eager, and both are plain: tokens, counts, and what is left in the slots of target and draft."""
+    target, prompts = tiny_model().cuda(), ragged_prompts(LENGTHS)
+    plain = run(rollout_of(target), prompts, **kind)
+    for draft in (tiny_draft(target, block_size=16).cuda(), script(plain)):
+        rollouts = []
+        for captured in (True, False):
+            rollout = speculative_rollout(target, draft, Schedule(1, 16, 4, 8), use_graph_capture=captured)
+            assert_same(run(rollout, prompts, **kind), plain)
+            rollouts.append(rollout)
+        one, other = rollouts
+        assert figures(one) == figures(other) and one._graphs.captures == 4
+        for mine, theirs in zip(one._arena.cache.buffers(), other._arena.cache.buffers(), strict=True):
+            torch.testing.assert_close(mine[:4], theirs[:4], atol=2e-3, rtol=1e-3)
+
+
+def test_optimizer_steps_need_one_capture_a_length():
+    """Both models are trained in place; a rollout made anew has the same tokens and the same draft context."""
+    target, prompts = tiny_model().cuda(), ragged_prompts([3, 7, 5])
+    draft = tiny_draft(target, block_size=16).cuda()
+    rollout = speculative_rollout(target, draft, Schedule(1, 4, 8, 16))
+    optimizer = torch.optim.AdamW([*target.parameters(), *draft.parameters()], lr=1e-2)
+    generator, before = torch.Generator("cuda").manual_seed(0), None
+    for step in range(4):
+        batch = greedy(rollout, prompts, 24)
+        assert_same(batch, greedy(rollout_of(target), prompts, 24))
+        assert before is None or not torch.equal(batch.input_ids, before)
+        before = batch.input_ids
+        fresh = speculative_rollout(target, draft, Schedule(1, 4, 8, 16), use_graph_capture=False)
+        greedy(fresh, prompts, 24)
+        for row, length in enumerate([3, 7, 5]):  # behind them are the last block's
+            mine, theirs = (one._speculation.drafter.cache.keys[row, : length + 23] for one in (rollout, fresh))
+            torch.testing.assert_close(mine, theirs, atol=2e-3, rtol=1e-3)
+        for parameter in (*target.parameters(), *draft.parameters()):
+            parameter.grad = torch.randn(parameter.shape, device="cuda", generator=generator)
+        optimizer.step()
+        rollout.sync_weights(step)
+    assert rollout._graphs.captures == 4
+
+
+def test_slots_that_are_taken_again_and_fewer_lanes(monkeypatch):
+    monkeypatch.setattr(tail, "WORTHWHILE_STEPS", 1)
+    target, prompts = tiny_model().cuda(), ragged_prompts(LENGTHS)
+    options = dict(n_samples_per_prompt=2, temperature=1.0, seed=3)
+    free = run(rollout_of(target), prompts, **options)
+    options["max_new_tokens_per_row"] = [4, 9, 3, 8, 1, 32, 5, 2]
+    plain = run(rollout_of(target), prompts, **options)
+    for draft in (tiny_draft(target).cuda(), script(free, 2)):
+        rollout = speculative_rollout(target, draft, poll_every=3)
+        for _ in range(3):
+            assert_same(run(rollout, prompts, continuous_batch_size=2, **options), plain)
+        assert rollout._graphs.captures <= 2
+
+
+def test_lengths_that_pay_are_found_over_graphs():
     target, prompts = tiny_model().cuda(), ragged_prompts([5, 2])
-    rollout = speculative_rollout(target, tiny_draft(target).cuda())
-    sampling = SamplingConfig(max_new_tokens=12, temperature=1.0, top_p=0.9, seed=1)
-    rollout.generate(RolloutRequest(*prompts), sampling)  # compiles kernels
-    original = rollout._speculation.step
+    plain = greedy(rollout_of(target), prompts, 200)
+    rollout = speculative_rollout(target, tiny_draft(target, block_size=16).cuda(), draft_block_size="auto")
+    for _ in range(2):
+        assert_same(greedy(rollout, prompts, 200), plain)
+    controller = rollout._speculation.controller
+    assert set(controller.seconds) == {(2, length) for length in (1, 4, 8, 16)}
+    assert max(controller.seconds.values()) < 1, "a capture was taken for a step"
+    assert rollout._graphs.captures == 4
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("captured", [True, False], ids=["captured", "eager"])
+def test_steps_do_not_wait_for_the_device(captured):
+    target, prompts = tiny_model().cuda(), ragged_prompts([5, 2])
+    rollout = speculative_rollout(
+        target, tiny_draft(target, block_size=16).cuda(), Schedule(1, 4, 8, 16), use_graph_capture=captured
+    )
+    kind = KINDS["seeded"]
+    expected, steps = run(rollout, prompts, **kind), rollout._speculation.steps
+    guarded = []
 
     def watched(*args):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            original(*args)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        step = steps(*args)
 
-    rollout._speculation.step = watched
-    assert rollout.generate(RolloutRequest(*prompts), sampling).response_lengths.tolist() == [12, 12]
+        def run_step() -> None:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            guarded.append(1)
+
+        return run_step
+
+    rollout._speculation.steps = watched
+    assert_same(run(rollout, prompts, **kind), expected)
+    assert len(guarded) == sum(figures(rollout)["steps"].values()) >= 8

@@ -73,6 +73,7 @@ def _attend(
     norm_offset,
     eps,
     scale,
+    lanes,
     HKV: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -80,6 +81,7 @@ def _attend(
     GATED: tl.constexpr,
     NORM_Q: tl.constexpr,
     NORM_K: tl.constexpr,
+    WRITTEN: tl.constexpr,
     DIRECT: tl.constexpr,
     GROUP_TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -88,7 +90,8 @@ def _attend(
 ):
     """One split of one key/value head of one row, for all query heads that share it.
 
-    ``scale`` includes log2(e): exponentials are powers of two.
+    ``scale`` includes log2(e): exponentials are powers of two. WRITTEN is of a block's tokens, in rows token by token,
+    of which the cache has all keys and values already.
     """
     announce(PDL)
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -120,28 +123,33 @@ def _attend(
         queries, (members < GROUP)[:, None], q_norm, cos, sin, norm_offset, eps, D, R, BLOCK_D, NORM_Q
     ).to(keys.dtype.element_ty)
 
-    head_start = (row * HKV + kv_head) * capacity * D
+    slot = row
+    if WRITTEN:
+        slot = row % lanes
+        cached += 1
+    head_start = (slot * HKV + kv_head) * capacity * D
     keys += head_start
     values += head_start
     peak = tl.full([GROUP_TILE], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_TILE], tl.float32)
     acc = tl.zeros([GROUP_TILE, BLOCK_D], tl.float32)
-    if split == (cached // BLOCK) % splits:
-        # The split whose turn it is at the block of the new token. It is the only one that touches this position: the
-        # others, and its own loop below, read positions before it. So nobody waits for the write, and the values are
-        # taken from registers, rounded as the cache holds them.
-        new = projected + GROUP * HKV * PER_HEAD + kv_head * D
-        one = tl.arange(0, 1)[:, None]
-        k_new = _norm_and_rotate(new + one, one == 0, k_norm, cos, sin, norm_offset, eps, D, R, BLOCK_D, NORM_K).to(
-            keys.dtype.element_ty
-        )
-        v_new = tl.load(new + HKV * D + one + dims[None, :], mask=dims[None, :] < D, other=0.0)
-        place = cached.to(tl.int64) * D + one + dims[None, :]
-        tl.store(keys + place, k_new, mask=dims[None, :] < D)
-        tl.store(values + place, v_new, mask=dims[None, :] < D)
-        peak = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1) * scale
-        total += 1.0
-        acc += v_new.to(tl.float32)
+    if not WRITTEN:
+        if split == (cached // BLOCK) % splits:
+            # The split whose turn it is at the block of the new token. It is the only one that touches this position:
+            # the others, and its own loop below, read positions before it. So nobody waits for the write, and the
+            # values are taken from registers, rounded as the cache holds them.
+            new = projected + GROUP * HKV * PER_HEAD + kv_head * D
+            one = tl.arange(0, 1)[:, None]
+            k_new = _norm_and_rotate(
+                new + one, one == 0, k_norm, cos, sin, norm_offset, eps, D, R, BLOCK_D, NORM_K
+            ).to(keys.dtype.element_ty)
+            v_new = tl.load(new + HKV * D + one + dims[None, :], mask=dims[None, :] < D, other=0.0)
+            place = cached.to(tl.int64) * D + one + dims[None, :]
+            tl.store(keys + place, k_new, mask=dims[None, :] < D)
+            tl.store(values + place, v_new, mask=dims[None, :] < D)
+            peak = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1) * scale
+            total += 1.0
+            acc += v_new.to(tl.float32)
 
     for block in range(split, tl.cdiv(cached, BLOCK), splits):
         index = block * BLOCK + tl.arange(0, BLOCK)
@@ -260,6 +268,7 @@ def launch(
     scaling: float,
     splits: int = 0,
     *,
+    lanes: int = 0,
     block: int = 0,
     num_warps: int = 0,
     num_stages: int = 0,
@@ -269,6 +278,7 @@ def launch(
     Args:
         splits: programs that share a row's positions; 0 chooses by batch size and capacity. Another number is another
             order of a row's sums, so rows have the same bits in batches of different sizes only at a fixed one.
+        lanes: rows are tokens of so many slots, token by token, whose keys and values are there; 0: one of each slot.
         block: positions taken at once, a power of two from 16; 0 chooses.
         num_warps, num_stages: of the first kernel; 0 chooses.
     """
@@ -312,6 +322,7 @@ def launch(
             float(norm_offset),
             float(eps),
             scaling * 1.4426950408889634,
+            lanes,
             HKV=kv_heads,
             GROUP=group,
             D=head_dim,
@@ -319,6 +330,7 @@ def launch(
             GATED=gated,
             NORM_Q=q_norm is not None,
             NORM_K=k_norm is not None,
+            WRITTEN=lanes > 0,
             DIRECT=direct,
             GROUP_TILE=max(MIN_TILE, triton.next_power_of_2(group)),
             BLOCK_D=block_d,
