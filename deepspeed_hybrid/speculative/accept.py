@@ -16,7 +16,9 @@ from deepspeed_hybrid.generation.sampling import SamplingKind
 from deepspeed_hybrid.generation.state import DecodeState
 from deepspeed_hybrid.generation.step import advance
 
-KEYS = ("limit", "seed", "request", "sample", "temperature")  # of a row, that all of its choices have in common
+# Of a row, what all of its choices have in common.
+COMMON = ("limit", "seed", "request", "sample", "temperature", "top_k", "top_p_tail", "min_p")
+MOST_TRUNCATED = 64  # rows whose truncated scores, which are fp32, are made at once
 
 
 def accept(
@@ -38,8 +40,8 @@ def accept(
     Returns:
         [B] int64, 0 to T: tokens that came out, and so inputs to commit; 0 for parked rows.
     """
-    # A penalty goes by the tokens before; truncated scores of all tokens at once would take T times the memory.
-    alone = kind.penalised or kind.truncated or kind.invariant
+    many = logits.shape[0] * logits.shape[1] > MOST_TRUNCATED
+    alone = kind.penalised or kind.invariant or (kind.truncated and many)  # a penalty goes by the tokens before
     return (_one_by_one if alone else _all_at_once)(state, logits, drafts, kind, choose, truncate)
 
 
@@ -83,7 +85,7 @@ def _all_at_once(
         finish=state.finish.repeat(tokens),
         tokens=state.tokens.new_zeros(tokens * lanes, 1),  # what is chosen beyond a buffer's end is at its end
         logprobs=state.logprobs.new_zeros(tokens * lanes, 1),
-        **{name: getattr(state, name).repeat(tokens) for name in KEYS},
+        **{name: getattr(state, name).repeat(tokens) for name in COMMON},
     )
     advance(rows, logits.flatten(0, 1), kind, choose, truncate, None)
     chosen, logprobs, finish, ended = (
