@@ -10,8 +10,11 @@ nothing. It ends with the means over the last steps, and fails where they differ
 
 import argparse
 import math
+import multiprocessing
 import statistics
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -28,12 +31,16 @@ LAST = 10  # steps whose mean is the reward that was reached
 MOST_DIFFERENCE = 1e-3  # of logprobs, in fp32
 
 
-def run(path: str, seed: int, steps: int) -> list[dict]:
-    """One training run; a row a step."""
+def run(seed: int, path: str, steps: int) -> list[dict]:
+    """One training run in a process of its own; a row a step."""
+    torch.set_num_threads(1)
+    quiet()
+    start_distributed()
     rollout = hybrid_rollout() if path == "deepspeed_hybrid" else None
     with tempfile.TemporaryDirectory() as folder:
         trainer = tiny_trainer(steps, STAGE, seed, rollout, folder)
         trainer.train()
+    stop_distributed()
     return [
         {
             "path": path,
@@ -83,24 +90,20 @@ def draw(rows: list[dict], seeds: list[int], steps: int, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=320)
+    parser.add_argument("--steps", type=int, default=260)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--out", type=Path, default=Path("experiments/results/trl_cpu.json"))
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    quiet()
-    start_distributed()
-    rows = []
-    for seed in options.seeds:
-        for path in PATHS:
-            rows += run(path, seed, options.steps)
-            print(f"{path}, seed {seed}: reward {reached(rows, path, seed):.3f}", flush=True)
+    processes = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.jobs, processes, max_tasks_per_child=1) as pool:
+        asked = [pool.submit(run, seed, path, options.steps) for seed, path in product(options.seeds, PATHS)]
+        rows = [row for one in asked for row in one.result()]
     what = "TRL's GRPOTrainer, ZeRO stage 2, tiny Qwen3.5 in fp32: rollouts of deepspeed_hybrid and TRL's own generate"
     result = results.measurement(what, rows)
     result["versions"].update({name: results.distribution_version(name) for name in ("trl", "accelerate")})
     results.write_json(options.out, result)
     draw(rows, options.seeds, options.steps, options.out.with_suffix(".png"))
     conclude(rows, options.seeds)
-    stop_distributed()
 
 
 if __name__ == "__main__":

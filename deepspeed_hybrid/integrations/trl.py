@@ -97,9 +97,9 @@ class TrainerRollout:
             ValueError: an option of GRPOConfig that would not be honoured, or prompts with images.
             RuntimeError: the trainer does not train a DeepSpeed engine, or is of another release of TRL.
         """
+        self._attach(trainer)
         from trl.extras.profiling import profiling_context
 
-        self._attach(trainer)
         prompt_ids, images, _ = trainer._tokenize_prompts(prompts)
         refuse_images(images)
         with profiling_context(trainer, "deepspeed_hybrid.generate"):

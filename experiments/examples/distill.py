@@ -21,7 +21,7 @@ from deepspeed_hybrid.tools.models import build_model, decay_slowly, demo_config
 from deepspeed_hybrid.tools.process import quiet, start_distributed, stop_distributed
 from deepspeed_hybrid.tools.task import ByteTokenizer, ReverseTask
 
-PROMPTS, NEW_TOKENS = 32, 16  # a step and process
+PROMPTS, NEW_TOKENS = 16, 16  # a step and process
 TEACHER_SEED, STUDENT_SEED = 1, 2
 CONFIDENCE = 20.0  # of the teacher: random weights alone would choose all tokens alike
 

@@ -103,10 +103,11 @@ def sums_trainer(path: str, steps: int, stage: int, seed: int, rollout: TrainerR
         max_completion_length=256,
         learning_rate=1e-6,
     )
+    arguments = config(steps, stage, seed, folder, **options)  # first: under ZeRO stage 3 it shares the loading out
     return GRPOTrainer(
         AutoModelForCausalLM.from_pretrained(path, dtype="auto"),
         right_sum,
-        config(steps, stage, seed, folder, **options),
+        arguments,
         Dataset.from_dict({"prompt": prompts, "answer": [sum(row) for row in numbers]}),
         processing_class=AutoTokenizer.from_pretrained(path, padding_side="left"),
         rollout_func=rollout,
@@ -122,7 +123,7 @@ def right_sum(completions: list, answer: list[int], **columns) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", metavar="PATH", help="a checkpoint of transformers (default: a tiny model)")
-    parser.add_argument("--steps", type=int, default=320, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=260, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), default=2, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     options = parser.parse_args()

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from deepspeed_hybrid.tools.grpo import group_advantages, policy_loss
-from deepspeed_hybrid.tools.task import FORMAT_POINTS, LENGTH, LETTERS, ByteTokenizer, ReverseTask
+from deepspeed_hybrid.tools.task import (
+    FORMAT_POINTS,
+    LENGTH,
+    LETTERS,
+    ByteTokenizer,
+    ReverseTask,
+    transformers_tokenizer,
+)
 
 TOKENIZER = ByteTokenizer()
 TASK = ReverseTask(TOKENIZER)
@@ -30,6 +37,16 @@ def test_tokenizer_round_trip(text):
     assert len(ids) == len(text.encode())
     assert all(TOKENIZER.first_byte <= token < TOKENIZER.vocab_size for token in ids)
     assert TOKENIZER.decode([BOS, *ids, EOS, PAD]) == text
+
+
+@pytest.mark.parametrize("text", ["abc=", "naïve Ω 漢字 🙂", " two  spaces\n", "\x00\x7f"])
+def test_transformers_tokenizer_has_the_same_ids(text):
+    tokenizer = transformers_tokenizer()
+    ids = tokenizer(text)["input_ids"]
+    assert ids == [BOS, *TOKENIZER.encode(text)]
+    assert tokenizer.decode([*ids, EOS, PAD], skip_special_tokens=True) == text
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (PAD, BOS, EOS)
+    assert len(tokenizer) == TOKENIZER.vocab_size
 
 
 def test_tokenizer_survives_bytes_that_are_no_text():
