@@ -29,9 +29,13 @@ __all__ = [
 
 GDN_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 CHUNK_FUNCTION, RECURRENT_FUNCTION = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
-NEUTRAL_HOOKS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
+CAPTURING_HOOKS = "transformers.utils.output_capturing"
+REQUIRING_HOOK = "transformers.modeling_utils", "make_inputs_require_grads"  # one more at every call that checkpoints
+# By which transformers checkpoints activations: of training alone. Trainers turn it off for a rollout, and on again.
+CHECKPOINTING_ATTRIBUTES = {
+    "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook", "_require_grads_hooks",
+}  # fmt: skip
 ENGINE_ATTRIBUTES = {"all_parameters", "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn", "replaced"}
-TRAINING_ATTRIBUTES = ("ds_", "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook")
 ATTENTION_WITH_DENSE_MASKS = ("sdpa", "eager")
 # Where the functions come from that a ZeRO-3 engine hooks into modules; its profiling decorator hides some origins.
 ZERO3_HOOK_SOURCES = ("deepspeed.runtime.engine", "deepspeed.runtime.zero.", "deepspeed.utils.nvtx")
@@ -74,23 +78,29 @@ def is_zero3_hook(hook: Callable) -> bool:
 
 
 def facts(module: nn.Module) -> set[str]:
-    """Names of what a module holds besides modules, parameters and what a DeepSpeed engine has hung on it."""
+    """Names of what a module holds besides modules, parameters and what is of training alone."""
     return {name for name in module.__dict__ if not name.startswith("_") and not is_bookkeeping(name)}
 
 
 def is_bookkeeping(name: str) -> bool:
     """Whether an attribute of a module says nothing of what its forward does when it does not train."""
-    return name.startswith(TRAINING_ATTRIBUTES) or name in ENGINE_ATTRIBUTES or name == "training"
+    of_engines = name.startswith("ds_") or name in ENGINE_ATTRIBUTES
+    return of_engines or name in CHECKPOINTING_ATTRIBUTES or name == "training"
 
 
 def hooks_of(module: nn.Module) -> tuple:
-    """Forward hooks that may change something. Those by which transformers captures hidden states only look on, and
-    those that it hangs on embeddings for activation checkpointing only ask for gradients; it leaves both behind."""
+    """Forward hooks that may change something. Those by which transformers captures hidden states, and which it
+    leaves behind, only look on, and only where somebody asks for hidden states; one by which it has embeddings require
+    gradients is of training alone."""
     before, behind = module.__dict__["_forward_pre_hooks"], module.__dict__["_forward_hooks"]
     if not before and not behind:
         return ()
-    hooks = (*before.values(), *behind.values())
-    return tuple(hook for hook in hooks if not (getattr(hook, "__module__", None) or "").startswith(NEUTRAL_HOOKS))
+    return tuple(hook for hook in (*before.values(), *behind.values()) if not _only_looks_on(hook))
+
+
+def _only_looks_on(hook: Callable) -> bool:
+    home = getattr(hook, "__module__", None) or ""
+    return home.startswith(CAPTURING_HOOKS) or (home, getattr(hook, "__name__", "")) == REQUIRING_HOOK
 
 
 def global_hooks() -> tuple:

@@ -40,8 +40,7 @@ from deepspeed_hybrid.segments.weights import FusedLinear
 
 # What the modules of a plain pre-norm layer hold besides modules. Anything else (a multiplier of the residual, a cap
 # of the scores, ...) may change what their forward does.
-# Checkpointing is of training alone.
-LAYER_FACTS = {"hidden_size", "layer_type", "block_type", "attention_type", "layer_idx", "gradient_checkpointing"}
+LAYER_FACTS = {"hidden_size", "layer_type", "block_type", "attention_type", "layer_idx"}
 ATTENTION_FACTS = {
     "config", "layer_idx", "layer_type", "head_dim", "num_key_value_groups", "scaling", "attention_dropout",
     "is_causal", "sliding_window", "hidden_size", "num_heads", "num_key_value_heads", "rope_theta",

@@ -22,9 +22,11 @@ from deepspeed_hybrid.compat import (
     hooks_of,
     is_bookkeeping,
     is_zero3_hook,
+    text_config,
 )
 from deepspeed_hybrid.segments.gathered import address, is_partitioned
 from deepspeed_hybrid.segments.known_forwards import helpers_of
+from deepspeed_hybrid.segments.norm import NORM_METHODS
 
 PLAIN_VALUES = frozenset((bool, int, float, str, bytes, type(None)))  # compared by value, others by identity
 
@@ -43,16 +45,17 @@ TELLING = _Telling()
 
 
 class SeenModule:
-    """A module as it was. ``training``, and what a DeepSpeed engine counts on modules, does not take part."""
+    """A module as it was. What is of training alone, and what a DeepSpeed engine counts on modules, takes no part."""
 
     def __init__(self, module: nn.Module):
-        self.module, self.type = module, type(module)
+        self.module, self.type, self.table = module, type(module), module.__dict__
         self.told, self.places, self.hooks = _told(module.__dict__), _places(module), _hooks(module)
 
     def is_same(self) -> bool:
         module = self.module
         return (
             type(module) is self.type
+            and module.__dict__ is self.table  # into which generation writes modes and forwards
             and _told(module.__dict__) == self.told
             and _places(module) == self.places
             and _hooks(module) == self.hooks
@@ -64,7 +67,8 @@ def _told(own: dict) -> list:
     names = [name for name in own if TELLING[name]]
     values = [own[name] for name in names]
     told = [value if type(value) in PLAIN_VALUES else id(value) for value in values]
-    return [names, told, [*map(id, own["_modules"].values())]]
+    children = own["_modules"]
+    return [names, told, [*children], [*map(id, children.values())]]
 
 
 def _places(module: nn.Module) -> list:
@@ -73,7 +77,7 @@ def _places(module: nn.Module) -> list:
     places: list = []
     for table in (own["_parameters"], own["_buffers"]):
         if table:
-            places.extend([None if one is None else address(one) for one in table.values()])
+            places.extend([(name, None if one is None else address(one)) for name, one in table.items()])
     if "merged_adapters" in own:
         places.append(adapter_state(module))
     return places
@@ -107,9 +111,10 @@ class SeenModel:
 
     def _shared(self) -> tuple:
         """What modules of one class have in common, and all modules."""
-        forwards = [kind.forward for kind in self.types]
+        methods = [getattr(kind, name, None) for kind in self.types for name in NORM_METHODS]
         helpers = [helpers_of(module) for module in self.attentions]
-        return global_hooks(), attention_function(self.model), forwards, helpers
+        layers = getattr(text_config(self.model), "num_hidden_layers", None)  # how many of them a forward runs
+        return global_hooks(), attention_function(self.model), layers, methods, helpers
 
     def _remember(self) -> None:
         """The very objects; being kept, none of them leaves its id to another."""
@@ -148,9 +153,10 @@ def _inner(tables: list[dict]) -> Iterator[dict]:
 
 
 def _held(tables: list[dict]) -> Iterator[object]:
-    """Names and values of all attributes, and then what is in tables of them."""
-    values = chain.from_iterable(map(dict.values, tables))
-    return chain(chain.from_iterable(tables), values, chain.from_iterable(map(dict.values, _inner(tables))))
+    """Names and values of all attributes, and then those in tables of them."""
+    inner = [*_inner(tables)]
+    parts = (tables, map(dict.values, tables), inner, map(dict.values, inner))
+    return chain.from_iterable(chain.from_iterable(parts))
 
 
 def _lengths(tables: list[dict]) -> list[int]:

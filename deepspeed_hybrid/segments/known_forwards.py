@@ -68,7 +68,7 @@ def _known(kind: str) -> set[tuple]:
 
 def helpers_of(module: nn.Module) -> tuple:
     """The functions beside an attention's forward that a chain stands in for; somebody may exchange them."""
-    found = inspect.unwrap(type(module).forward).__globals__
+    found = getattr(inspect.unwrap(type(module).forward), "__globals__", {})  # an object that is called has none
     return tuple(found.get(name) for name in HELPERS[ATTENTION_CORE])
 
 

@@ -3,13 +3,14 @@
 # DeepSpeed Team
 """What kind of RMSNorm a module is, found by asking its forward and not its name."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from deepspeed_hybrid.compat import hooks_of
+
+NORM_METHODS = ("forward", "_norm")  # in which transformers' norms compute
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,11 @@ def as_rms_norm(module: nn.Module) -> Norm | None:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if weight is None or weight.dim() != 1 or len(module._parameters) != 1 or not isinstance(eps, float):
         return None
-    if "forward" in module.__dict__ or hooks_of(module):
-        return None
+    if hooks_of(module) or any(callable(getattr(type(module), name, None)) for name in module.__dict__):
+        return None  # it has a forward of its own, or another method that the forward may call
     size = getattr(weight, "ds_shape", weight.shape)[0]  # a partitioned parameter is empty
-    key = (type(module).forward, size, eps)
+    methods = [getattr(type(module), name, None) for name in NORM_METHODS]  # a class may inherit one and not the other
+    key = (*methods, size, eps)
     if key not in _OFFSETS:
         _OFFSETS[key] = _offset(module, size, eps)
     offset = _OFFSETS[key]
@@ -53,7 +55,7 @@ def rms_norm(module: nn.Module) -> Norm:
     return norm
 
 
-_OFFSETS: dict[tuple[Callable, int, float], float | None] = {}  # every layer has two of the same
+_OFFSETS: dict[tuple, float | None] = {}  # every layer has two of the same
 
 
 def _offset(module: nn.Module, size: int, eps: float) -> float | None:

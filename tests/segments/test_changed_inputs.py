@@ -10,6 +10,7 @@ import torch
 from chain_cases import assert_like_hugging_face, layer_of, turned
 from harness import rollout_of
 from models import COMMON, tiny_model
+from recorded_graph import capture_prompts, capture_steps, recording_accelerator
 from test_prompts import with_ops
 from torch import nn
 from torch.utils._contextlib import _DecoratorContextManager
@@ -162,11 +163,16 @@ def test_gradient_checkpointing_leaves_chains_alone():
     enable()
     rollout = rollout_of(model)
     assert set(rollout._injection.unchained.values()) == set(rollout._injection.inputs.values()) == {None}
+    assert model.model.embed_tokens._forward_hooks and rollout._injection.prompt_obstacle is None
     assert_like_hugging_face(rollout, model)
     for change in (disable, enable):  # as trainers do around every generation
         change()
         assert_like_hugging_face(rollout, model)
     assert rollout._changes == 0
+    with recording_accelerator():
+        capture_steps(rollout)
+        capture_prompts(rollout)
+        assert_like_hugging_face(rollout, model)
 
 
 class Exchanging(_DecoratorContextManager):

@@ -70,9 +70,42 @@ def patched_rotary(model, patch):
     patch.setattr(modeling_qwen3, "rotate_half", lambda x: x.flip(-1))
 
 
+class Called:
+    """Stands where a function stood, and has nothing of one."""
+
+    def __init__(self, forward):
+        self.forward = forward
+
+    def __get__(self, owner, kind=None):
+        return self if owner is None else functools.partial(louder_attention(self.forward), owner)
+
+
+def louder_attention(original):
+    def forward(self, *args, **kwargs):
+        output, weights = original(self, *args, **kwargs)
+        return 1.5 * output, weights
+
+    return forward
+
+
+def attention_that_is_no_function(model, patch):
+    patch.setattr(modeling_qwen3.Qwen3Attention, "forward", Called(modeling_qwen3.Qwen3Attention.forward))
+
+
 def swapped_class(model, patch):
     mlp = model.model.layers[0].mlp
     mlp.__class__ = type("LouderMLP", (type(mlp),), {"forward": louder(type(mlp).forward)})
+
+
+def children_by_other_names(model, patch):
+    mlp = model.model.layers[0].mlp
+    gate, up, *rest = mlp._modules.items()
+    mlp._modules.clear()
+    mlp._modules.update([(up[0], gate[1]), (gate[0], up[1]), *rest])
+
+
+def fewer_layers(model, patch):
+    model.config.num_hidden_layers = 2
 
 
 def scaled_scores(model, patch):
@@ -104,7 +137,10 @@ CHANGES = [
     wrapped_mlp_class,
     patched_layer_class,
     patched_rotary,
+    attention_that_is_no_function,
     swapped_class,
+    children_by_other_names,
+    fewer_layers,
     scaled_scores,
     global_hook,
     registered_attention,
@@ -147,7 +183,7 @@ def test_a_changed_model_answers_as_it_should(change, when, patch):
 
 
 @pytest.mark.parametrize(
-    "change", [larger_eps, scaled_decoder, scaled_scores, patched_layer_class], ids=lambda c: c.__name__
+    "change", [larger_eps, scaled_decoder, scaled_scores, fewer_layers, patched_layer_class], ids=lambda c: c.__name__
 )
 def test_a_captured_step_does_not_outlive_a_change(change, patch, accelerator):
     model = tiny_model("qwen3")

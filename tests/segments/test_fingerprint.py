@@ -21,6 +21,23 @@ def test_an_unchanged_model_has_the_same():
     assert before.is_same() and before.is_same()
 
 
+def test_checkpointing_turned_off_for_a_rollout_and_on_again_is_no_change():
+    """As trainers do at every step, each time with new objects; else every step would cost a capture."""
+    model = tiny_model()
+    # Newer versions have another name for it, and warn of the earlier one.
+    turn_on = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    turn_off = getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)
+    before = SeenModel(model)
+    for _ in range(2):
+        turn_on()
+        assert before.is_same() and model.model.embed_tokens._forward_hooks
+        turn_off()
+        assert before.is_same()
+        model.enable_input_require_grads()
+        model.disable_input_require_grads()
+        assert before.is_same()
+
+
 @pytest.mark.parametrize("kind", [list, dict, set])
 def test_an_attribute_exchanged_time_and_again(kind):
     """The memory of an object that is gone is given to the next, and with it the id."""
@@ -57,6 +74,13 @@ def to_the_next(layer) -> None:
     first._buffers["one"] = first.up_proj._parameters.pop("weight")
 
 
+def swap_names(table: dict) -> None:
+    """The same things in the same order."""
+    entries = [*table.items()]
+    table.clear()
+    table.update((name, one) for (_, one), (name, _) in zip(entries, reversed(entries), strict=True))
+
+
 CHANGES = {
     "an attribute has another name": rename,
     "an attribute is gone": lambda layer: layer.__dict__.pop("last"),
@@ -68,10 +92,13 @@ CHANGES = {
     "children change places": lambda layer: layer.mlp._modules.update(
         up_proj=layer.mlp.gate_proj, gate_proj=layer.mlp.up_proj
     ),
+    "children have each other's names": lambda layer: swap_names(layer.mlp._modules),
+    "a weight has another name": lambda layer: swap_names(layer.mlp.up_proj._parameters),
     "a child is shared": lambda layer: setattr(layer.mlp, "up_proj", layer.mlp.gate_proj),
     "a hook": lambda layer: layer.mlp.register_forward_hook(lambda *_: None),
     "a module has another class": lambda layer: setattr(layer.mlp, "__class__", torch.nn.Identity),
     "a module has another table": lambda layer: setattr(layer.mlp, "__dict__", {**layer.mlp.__dict__, "more": 1}),
+    "a module has a copy of its table": lambda layer: setattr(layer.mlp, "__dict__", {**layer.mlp.__dict__}),
 }
 
 

@@ -130,6 +130,20 @@ def test_anything_else_is_refused(name):
         rms_norm(module)
 
 
+@pytest.mark.parametrize("asked_first", [True, False], ids=["known class", "new class"])
+def test_another_method_under_an_inherited_forward(asked_first, monkeypatch):
+    """What is known of a class does not hold where the forward calls something else."""
+    if asked_first:
+        assert as_rms_norm(made(Qwen3_5RMSNorm)) is not None
+    halved = type("Halved", (Qwen3_5RMSNorm,), {"_norm": lambda self, x: 0.5 * x})
+    assert as_rms_norm(made(halved)) is None
+    module = made(Qwen3_5RMSNorm)
+    module._norm = lambda x: 0.5 * x
+    assert as_rms_norm(module) is None
+    monkeypatch.setattr(Qwen3_5RMSNorm, "_norm", lambda self, x: 0.5 * x)
+    assert as_rms_norm(made(Qwen3_5RMSNorm)) is None
+
+
 def test_a_norm_that_wants_another_input_is_refused():
     """A gate, or a condition."""
     assert as_rms_norm(made(Qwen3_5RMSNormGated)) is None
