@@ -20,7 +20,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from deepspeed_hybrid.compat import facts, hooks_of, own_attention
+from deepspeed_hybrid.compat import own_attention
+from deepspeed_hybrid.hung_on import facts, hooks_of
 from deepspeed_hybrid.ops.attention_decode import MAX_HEAD_DIM
 from deepspeed_hybrid.ops.gdn_decode import MAX_CONV_KERNEL
 from deepspeed_hybrid.segments.apply import Binding

@@ -15,15 +15,8 @@ from operator import attrgetter, is_, itemgetter
 import torch
 from torch import nn
 
-from deepspeed_hybrid.compat import (
-    adapter_state,
-    attention_function,
-    global_hooks,
-    hooks_of,
-    is_bookkeeping,
-    is_zero3_hook,
-    text_config,
-)
+from deepspeed_hybrid.compat import adapter_state, attention_function, text_config
+from deepspeed_hybrid.hung_on import global_hooks, hooks_of, is_bookkeeping, is_zero3_hook
 from deepspeed_hybrid.segments.gathered import address, is_partitioned
 from deepspeed_hybrid.segments.known_forwards import helpers_of
 from deepspeed_hybrid.segments.norm import NORM_METHODS

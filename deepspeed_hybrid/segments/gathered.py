@@ -16,7 +16,7 @@ import deepspeed
 import torch
 from torch import nn
 
-from deepspeed_hybrid.compat import is_zero3_hook
+from deepspeed_hybrid.hung_on import is_zero3_hook
 from deepspeed_hybrid.segments.apply import ModuleTables
 
 # Copies lie in blocks of about this size. Launching one copy a parameter would take about as long as the copying; one

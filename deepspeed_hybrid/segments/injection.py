@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from torch import nn
 
 from deepspeed_hybrid.autotp import holds_shards, is_column_shard
-from deepspeed_hybrid.compat import is_zero3_hook, layer_kinds, text_model
+from deepspeed_hybrid.compat import layer_kinds, text_model
+from deepspeed_hybrid.hung_on import is_zero3_hook
 from deepspeed_hybrid.segments.apply import Binding, ModuleTables, bound
 from deepspeed_hybrid.segments.attention import attention_bindings
 from deepspeed_hybrid.segments.decoder_layer import (

@@ -23,7 +23,7 @@ import transformers
 from torch import nn
 from torch.utils import _contextlib
 
-from deepspeed_hybrid.compat import hooks_of
+from deepspeed_hybrid.hung_on import hooks_of
 
 LAYER, ATTENTION_CORE, MLP, GATED_DELTA_NET = "DecoderLayer", "Attention", "MLP", "GatedDeltaNet"
 GATED_NORM, NORM, ROTARY = "RMSNormGated", "RMSNorm", "RotaryEmbedding|TextRotaryEmbedding"

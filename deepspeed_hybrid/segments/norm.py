@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from deepspeed_hybrid.compat import hooks_of
+from deepspeed_hybrid.hung_on import hooks_of
 
 NORM_METHODS = ("forward", "_norm")  # in which transformers' norms compute
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from deepspeed_hybrid.autotp import gathers, inputs_of, is_column_shard, is_plain, is_sharded
-from deepspeed_hybrid.compat import global_hooks, hooks_of, is_silu, text_model
+from deepspeed_hybrid.compat import is_silu, text_model
+from deepspeed_hybrid.hung_on import global_hooks, hooks_of
 from deepspeed_hybrid.segments.gdn import is_gdn
 from deepspeed_hybrid.segments.known_forwards import MLP, has_known_forward
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from deepspeed_hybrid.compat import global_hooks, hooks_of, is_zero3_hook, own_attention, text_config, text_model
+from deepspeed_hybrid.compat import own_attention, text_config, text_model
+from deepspeed_hybrid.hung_on import global_hooks, hooks_of, is_zero3_hook
 from deepspeed_hybrid.segments.known_forwards import (
     ATTENTION_CORE,
     CAUSAL_MODEL,

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from deepspeed_hybrid.compat import hooks_of
+from deepspeed_hybrid.hung_on import hooks_of
 from deepspeed_hybrid.ops.rotary_tables import DTYPES as FREQUENCY_DTYPES
 from deepspeed_hybrid.ops.rotary_tables import rotary_tables_reference
 from deepspeed_hybrid.segments.apply import Binding
