@@ -34,6 +34,17 @@ def script(batch, samples: int = 1) -> DeviceScript:
     return DeviceScript(script_of(batch, samples), lambda *key: sum(key) % 8, "cuda")
 
 
+def committed(rollout) -> list[torch.Tensor]:
+    """What the slots hold of rows of LENGTHS, whose last token of 32 nobody has read yet."""
+    cache, parts = rollout._arena.cache, []
+    for layer in (*cache.layers, *cache.companions):
+        for name, buffer in layer.tensors().items():
+            for row, known in enumerate(length + 31 for length in LENGTHS):
+                kept = {"kv": (row, slice(None), slice(known)), "dr": (row, slice(known))}
+                parts.append(buffer[kept.get(name[:2], row)])
+    return parts
+
+
 def assert_same(one, other, atol: float = 1e-3) -> None:
     assert torch.equal(one.input_ids, other.input_ids)
     assert one.finish_reasons == other.finish_reasons
@@ -71,8 +82,8 @@ def test_blocks_of_changing_length(kind):
             rollouts.append(rollout)
         one, other = rollouts
         assert figures(one) == figures(other) and one._graphs.captures == 4
-        for mine, theirs in zip(one._arena.cache.buffers(), other._arena.cache.buffers(), strict=True):
-            torch.testing.assert_close(mine[:4], theirs[:4], atol=2e-3, rtol=1e-3)
+        for mine, theirs in zip(committed(one), committed(other), strict=True):
+            torch.testing.assert_close(mine, theirs, atol=2e-3, rtol=1e-3)
 
 
 def test_optimizer_steps_need_one_capture_a_length():
