@@ -59,7 +59,7 @@ def hybrid_rollout(cfg: HybridEngineRolloutConfig | None = None) -> "TrainerRoll
     sample is read from GRPOConfig: ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``,
     ``max_completion_length``, and ``generation_kwargs`` with ``GENERATION_KWARGS``. The trainer's
     ``vllm_importance_sampling_*`` options and its ``sampling/*`` metrics compare the rollout's logprobs with those of
-    the training forward.
+    the training forward; tokens that top_p, top_k or min_p left out, and penalties, are in the former alone.
 
     Args:
         cfg: of the :class:`HybridEngineRollout`; None takes the defaults.
