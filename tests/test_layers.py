@@ -16,7 +16,7 @@ PACKAGE = ROOT / "deepspeed_hybrid"
 # A module imports from its own row and from rows above it.
 LAYERS = [
     ["ops", "config"],
-    ["autotp", "compat"],
+    ["autotp", "compat", "hooks"],
     ["segments"],
     ["cache"],
     ["generation"],
