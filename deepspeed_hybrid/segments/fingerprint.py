@@ -70,7 +70,7 @@ def _places(module: nn.Module) -> list:
     places: list = []
     for table in (own["_parameters"], own["_buffers"]):
         if table:
-            places.extend([(name, None if one is None else address(one)) for name, one in table.items()])
+            places.extend([(name, id(one), one is not None and address(one)) for name, one in table.items()])
     if "merged_adapters" in own:
         places.append(adapter_state(module))
     return places

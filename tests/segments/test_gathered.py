@@ -259,6 +259,8 @@ def test_another_layer_is_gathered_anew(zero3):
     layer = engine.module.model.layers[0].mlp
     layer.up_proj, kept = torch.nn.Linear(128, 256, bias=False), layer.up_proj
     changed = answer(rollout)
+    layer.up_proj.weight = torch.nn.Parameter(layer.up_proj.weight.data)  # copies are known by their parameters
+    assert torch.equal(answer(rollout).logprobs, changed.logprobs)
     layer.up_proj = kept
     assert not torch.equal(changed.logprobs, first.logprobs)
     assert torch.equal(answer(rollout).logprobs, first.logprobs)
