@@ -89,7 +89,7 @@ def decoder_layer_obstacle(layer: nn.Module, segments: list[Segment]) -> str | N
     for name in ("input_layernorm", "post_attention_layernorm"):
         if as_rms_norm(children[name]) is None:
             return f"{name} is not an RMSNorm"
-    obstacle = linear_obstacle("down_proj", children["mlp"].down_proj) or _mixer_obstacle(mixer)
+    obstacle = _output_obstacle("down_proj", children["mlp"].down_proj) or _mixer_obstacle(mixer)
     if obstacle:
         return obstacle
     if len({parameter.dtype for name, parameter in layer.named_parameters() if "linear_attn." not in name}) != 1:
@@ -101,6 +101,14 @@ def _unknown(module: nn.Module, known: set[str]) -> str:
     """Names of what a module holds besides modules and ``known``: a parameter of its own, too, has some use."""
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     return ", ".join(sorted((facts(module) | {name for name, _ in own}) - known))
+
+
+def _output_obstacle(name: str, projection: nn.Module) -> str | None:
+    """Of a projection whose own weight an op reads."""
+    obstacle = linear_obstacle(name, projection)
+    if obstacle is None and not projection.weight.is_contiguous():
+        obstacle = f"the weight of {name} is not contiguous"
+    return obstacle
 
 
 def _mixer_obstacle(mixer: Segment) -> str | None:
@@ -115,7 +123,7 @@ def _mixer_obstacle(mixer: Segment) -> str | None:
         if module.conv_kernel_size > MAX_CONV_KERNEL:
             return f"its conv reaches {module.conv_kernel_size} tokens, more than {MAX_CONV_KERNEL}"
         dtypes = {module.in_proj_qkv.weight.dtype, module.out_proj.weight.dtype}
-        return linear_obstacle("out_proj", module.out_proj) or (
+        return _output_obstacle("out_proj", module.out_proj) or (
             "its products differ in dtype" if len(dtypes) > 1 else None
         )
     unknown = _unknown(module, ATTENTION_FACTS)
@@ -143,7 +151,7 @@ def _mixer_obstacle(mixer: Segment) -> str | None:
             return "q_norm and k_norm differ"
     if module.q_proj.out_features not in (module.o_proj.in_features, 2 * module.o_proj.in_features):
         return "q_proj is neither queries nor queries and gates"
-    return linear_obstacle("o_proj", module.o_proj)
+    return _output_obstacle("o_proj", module.o_proj)
 
 
 class PreparedNorm:
@@ -352,7 +360,7 @@ def head_obstacle(model: nn.Module, decoder: nn.Module, head: nn.Module) -> str 
     uses = [child for module in model.modules() for child in module._modules.values()]
     if any(sum(child is part for child in uses) != 1 for part in (norm, head)):
         return "the last norm or the head has another use"
-    return linear_obstacle("the head", head)
+    return _output_obstacle("the head", head)
 
 
 def head_bindings(
