@@ -93,7 +93,7 @@ class HybridEngineRollout(RolloutEngine):
     def _look(self) -> None:
         """Remember the model as it is, and which tables every call has to set, until it is found changed."""
         model = self._paths.call.model
-        self._seen = SeenModel(model)
+        self._seen: SeenModel | None = SeenModel(model)
         self._tables = [module.__dict__ for module in model.modules()]  # past the slow __setattr__
         self._configs = attention_configs(model)
 
@@ -309,7 +309,8 @@ class HybridEngineRollout(RolloutEngine):
 
     def _follow_weights(self) -> None:
         """Plan and fuse anew, and drop the graphs, where anything about the model has changed."""
-        if not self._seen.is_same():
+        if self._seen is None or not self._seen.is_same():
+            self._seen = None  # until all that follows has come to its end
             with self._injection.bare():  # an engine's own hooks say nothing
                 check_head(self._paths.call.model, self._paths.call.shard)
             self._changes += 1

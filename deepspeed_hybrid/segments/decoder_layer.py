@@ -35,7 +35,7 @@ from deepspeed_hybrid.segments.known_forwards import (
     is_silu_gated_norm,
 )
 from deepspeed_hybrid.segments.norm import Norm, as_rms_norm, rms_norm
-from deepspeed_hybrid.segments.plan import ATTENTION, GDN, GLU, Segment, linear_obstacle
+from deepspeed_hybrid.segments.plan import ATTENTION, GDN, GLU, Segment, output_obstacle
 from deepspeed_hybrid.segments.shared_chain import HalfEnd, attention_sizes, end_obstacle, shared_gdn_obstacle
 from deepspeed_hybrid.segments.weights import FusedLinear
 
@@ -351,7 +351,7 @@ def head_obstacle(model: nn.Module, decoder: nn.Module, head: nn.Module) -> str 
     uses = [child for module in model.modules() for child in module._modules.values()]
     if any(sum(child is part for child in uses) != 1 for part in (norm, head)):
         return "the last norm or the head has another use"
-    return linear_obstacle("the head", head)
+    return output_obstacle("the head", head)
 
 
 def head_bindings(

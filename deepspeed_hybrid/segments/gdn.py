@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 
+from deepspeed_hybrid.autotp import is_column_shard
 from deepspeed_hybrid.compat import GdnKernels, gdn_kernels, text_model
+from deepspeed_hybrid.hung_on import hooks_of
 from deepspeed_hybrid.ops.gdn_decode import MAX_CONV_KERNEL
 from deepspeed_hybrid.segments.apply import Binding
 from deepspeed_hybrid.segments.head_parallel import HeadParallelGdn
@@ -39,7 +41,20 @@ def gdn_binding(module: nn.Module, fused: FusedLinear | None, gates: Callable, p
     conv = prompt.gdn_conv if plain_conv else None
     norm = prompt.gated_norm if is_silu_gated_norm(module.norm) else None
     runs = fused if isinstance(fused, HeadParallelGdn) else module  # some of its heads, or all of them
-    return Binding(module, partial(gdn_forward, runs, gdn_kernels(module), fused, gates, conv, norm))
+    fills = fills_padding(module)
+    return Binding(module, partial(gdn_forward, runs, gdn_kernels(module), fused, gates, conv, norm, fills))
+
+
+def fills_padding(module: nn.Module) -> bool:
+    """Whether what goes into the scan may be something where the layer's input is zero: by a bias, or by what an
+    adapter or a hook adds. No known model has a bias here."""
+
+    def keeps_zeros(projection: nn.Module) -> bool:
+        plain = type(projection) is nn.Linear or is_column_shard(projection)
+        return plain and projection.bias is None and not hooks_of(projection) and "forward" not in projection.__dict__
+
+    inputs = module.in_proj_qkv if hasattr(module, "in_proj_qkv") else module.in_proj_qkvz
+    return module.conv1d.bias is not None or not keeps_zeros(inputs)
 
 
 def is_gdn(module: nn.Module) -> bool:
@@ -70,6 +85,7 @@ def gdn_forward(
     gates: Callable,
     conv: Callable | None,
     norm: Callable | None,
+    fills: bool,
     hidden_states: torch.Tensor,
     cache=None,
     attention_mask=None,
@@ -82,9 +98,13 @@ def gdn_forward(
     layer, holder = slot_cache.layers[module.layer_idx], slot_cache.holder
     plan, dtype = holder.plan, hidden_states.dtype
     if plan.token_mask is not None:
-        hidden_states = hidden_states * holder.once(("real", dtype), lambda: plan.token_mask[:, :, None].to(dtype))
+        real = holder.once(("real", dtype), lambda: plan.token_mask[:, :, None].to(dtype))
+        hidden_states = hidden_states * real
 
     qkv, z, b, a = project(module, fused, hidden_states)
+    masked = fills and plan.token_mask is not None
+    if masked:
+        qkv = qkv * real
     layer.ensure(qkv, module.conv_kernel_size, (module.num_v_heads, module.head_k_dim, module.head_v_dim))
     window, state = layer.read()
     if conv is None or plan.slots is None:
@@ -93,6 +113,8 @@ def gdn_forward(
         weight, bias = module.conv1d.weight[:, 0], module.conv1d.bias
         query, key, value, window = conv(qkv, window, weight, bias, module.key_dim, module.value_dim)
     beta, g = gates(b, a, module.A_log, module.dt_bias, plan.parked)
+    if masked:
+        beta = beta * real  # nothing of what the conv made of padding goes into the state
     core, state = scan(module, kernels, query, key, value, beta, g, state, recurrent=plan.slots is None)
     layer.write(window, state)
 

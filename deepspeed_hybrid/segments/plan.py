@@ -111,3 +111,11 @@ def linear_obstacle(name: str, projection: nn.Module) -> str | None:
     if "forward" in projection.__dict__:
         return f"{name} has a forward of its own"
     return None
+
+
+def output_obstacle(name: str, projection: nn.Module) -> str | None:
+    """The same of one whose own weight an op reads, which takes none that lies transposed."""
+    obstacle = linear_obstacle(name, projection)
+    if obstacle is None and not projection.weight.is_contiguous():
+        obstacle = f"the weight of {name} is not contiguous"
+    return obstacle

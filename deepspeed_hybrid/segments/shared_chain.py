@@ -13,7 +13,7 @@ from torch import nn
 from deepspeed_hybrid.autotp import inputs_here, is_column_shard, is_row_shard, outputs_of
 from deepspeed_hybrid.segments.head_parallel import HeadParallelGdn, head_parallel_obstacle
 from deepspeed_hybrid.segments.norm import Norm
-from deepspeed_hybrid.segments.plan import linear_obstacle
+from deepspeed_hybrid.segments.plan import output_obstacle
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class HalfEnd:
 def end_obstacle(name: str, projection: nn.Module) -> str | None:
     """Why a projection is neither a plain linear layer nor a row shard of one, or None."""
     if not is_row_shard(projection):
-        return linear_obstacle(name, projection)
+        return output_obstacle(name, projection)
     return None if projection.weight.is_contiguous() else f"the share of {name} is not contiguous"
 
 
 def shared_gdn_obstacle(mixer: nn.Module) -> str | None:
     """Why what ranks have of a GatedDeltaNet layer cannot be a chain, or None."""
     if not is_column_shard(mixer.in_proj_qkv):
-        return linear_obstacle("out_proj", mixer.out_proj)
+        return output_obstacle("out_proj", mixer.out_proj)
     reason = head_parallel_obstacle(mixer)
     return None if reason is None else f"all heads run here: {reason}"
 

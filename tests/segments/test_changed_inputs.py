@@ -152,6 +152,36 @@ def test_a_changed_gated_norm_runs_as_it_is(family, change, ops_of_prompts):
     assert_like_hugging_face(rollout, model)
 
 
+# ------------------------------------------------------------------------------------------------- padding and biases
+
+
+def with_conv_bias(mixer: nn.Module) -> None:
+    mixer.conv1d.bias = nn.Parameter(torch.linspace(-2, 2, mixer.conv1d.weight.shape[0]))
+
+
+def with_input_bias(mixer: nn.Module) -> None:
+    for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"):
+        projection = getattr(mixer, name)
+        projection.bias = nn.Parameter(torch.linspace(-2, 2, projection.out_features))
+
+
+def with_added_inputs(mixer: nn.Module) -> None:
+    mixer.in_proj_qkv.register_forward_hook(lambda module, args, output: output + 1)
+
+
+@pytest.mark.parametrize(
+    "change, ops_of_prompts",
+    [(with_conv_bias, True), (with_conv_bias, False), (with_input_bias, True), (with_added_inputs, False)],
+)
+def test_what_is_added_to_padding_goes_into_no_state(change, ops_of_prompts):
+    model = tiny_model()
+    change(layer_of(model, 0).linear_attn)
+    rollout = rollout_of(model)
+    if ops_of_prompts:
+        with_ops(rollout)
+    assert_like_hugging_face(rollout, model)
+
+
 # ------------------------------------------------------------------------------------------------------- what is known
 
 

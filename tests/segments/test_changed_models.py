@@ -104,6 +104,13 @@ def children_by_other_names(model, patch):
     mlp._modules.update([(up[0], gate[1]), (gate[0], up[1]), *rest])
 
 
+def transposed_layouts(model, patch):
+    """The same values in another order of memory, which no op takes."""
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[1].mlp
+    for projection in (attention.o_proj, mlp.up_proj, mlp.down_proj, model.lm_head):
+        projection.weight = nn.Parameter(1.5 * projection.weight.detach().t().contiguous().t())
+
+
 def fewer_layers(model, patch):
     model.config.num_hidden_layers = 2
 
@@ -141,6 +148,7 @@ CHANGES = [
     swapped_class,
     children_by_other_names,
     fewer_layers,
+    transposed_layouts,
     scaled_scores,
     global_hook,
     registered_attention,
@@ -311,3 +319,23 @@ def test_attention_that_somebody_registered_is_not_exchanged(monkeypatch):
     model.config._attn_implementation = "mine"
     with pytest.raises(ValueError, match="'mine' was registered by somebody else"):
         rollout_of(model)
+
+
+def test_a_change_whose_plan_failed_and_that_was_taken_back(monkeypatch):
+    """What was planned for the changed model must not serve the one before."""
+    model = tiny_model("qwen3")
+    rollout = rollout_of(model)
+    before = assert_like_hugging_face(rollout, model)
+    layer = model.model.layers[1]
+    kept, layer.mlp = layer.mlp, type(layer.mlp)(model.config)
+
+    def fail() -> None:
+        raise RuntimeError("no room for what is fused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rollout._injection, "follow", fail)
+        with pytest.raises(RuntimeError, match="no room"):
+            greedy(rollout, ragged_prompts(PROMPTS), 2)
+    layer.mlp = kept
+    assert torch.equal(assert_like_hugging_face(rollout, model), before)
+    assert rollout._changes == 2
