@@ -141,7 +141,7 @@ class HybridEngineRollout(RolloutEngine):
         """
         clock = self._figures.clock()
         with torch.inference_mode(False):
-            job = self._agree(request, sampling)
+            job = self._agree(request, sampling, watched=True)
         clock.is_checked()
         return self._finished_rows(job, clock)
 
@@ -161,7 +161,7 @@ class HybridEngineRollout(RolloutEngine):
             with self._figures.trace.span("weights"):
                 self._injection.freshen()
             with self._generating():
-                for _ in self._begin(job):
+                for _ in self._begin(job, job.anew):
                     pass
 
     def _rounds(self, job: Job) -> Iterator[list[int]]:
@@ -179,12 +179,13 @@ class HybridEngineRollout(RolloutEngine):
                 begun = self._changes if rounds is None else begun
                 if begun != self._changes and self._graphs is not None:
                     raise RuntimeError("the model was changed while rows were running in a captured graph")
-                self._paths.peers.meet(ROUND)  # what a caller does between rows may take one rank longer
+                # What a caller does between rows may take one rank longer, and change its memory alone.
+                alike = self._paths.peers.meet(ROUND, self._arena.digest())
                 with self._paths.peers.together():
                     with self._figures.trace.span("weights"):
                         self._injection.freshen()  # packed copies follow parameters that were written without notice
                     with self._generating():
-                        rounds = rounds or self._begin(job, watched=True)
+                        rounds = rounds or self._begin(job, not alike, watched=True)
                         rows = next(rounds, None)
                 if rows is None:
                     return
@@ -207,10 +208,10 @@ class HybridEngineRollout(RolloutEngine):
                 self._arena.release()
             raise
 
-    def _begin(self, job: Job, watched: bool = False) -> Iterator[list[int]]:
+    def _begin(self, job: Job, anew: bool, watched: bool = False) -> Iterator[list[int]]:
         """Make room, prepare the step (a capture, where there is none yet), and give the rounds of the loop."""
         with self._figures.trace.span("setup"):
-            if job.anew:
+            if anew:
                 self._arena.release()
             self._arena.reserve(job.slots, job.tokens, job.plan.kind)
             if self._speculation is not None:
@@ -261,13 +262,13 @@ class HybridEngineRollout(RolloutEngine):
         self._injection.check()
         return check_job(request, sampling, self._paths, self.cfg, self.tokenizer, self._arena)
 
-    def _agree(self, request: RolloutRequest, sampling: BaseSamplingConfig) -> Job:
+    def _agree(self, request: RolloutRequest, sampling: BaseSamplingConfig, watched: bool = False) -> Job:
         """Check the call, with the ranks that share the model where there are any."""
-        asked, peers = getattr(sampling, "continuous_batch_size", None), self._paths.peers
+        asked, paths = getattr(sampling, "continuous_batch_size", None), self._paths
         try:
-            return agreed_job(lambda: self._prepare(request, sampling), asked, peers, self._arena)
+            return agreed_job(lambda: self._prepare(request, sampling), asked, paths, self.cfg, self._arena, watched)
         except Exception:
-            if not self._closed and self.engine.module is self._module and not peers.lost:
+            if not self._closed and self.engine.module is self._module and not paths.peers.lost:
                 self._injection.take_part()
             raise
 
@@ -287,13 +288,13 @@ class HybridEngineRollout(RolloutEngine):
         tells that copies are stale: call this also after ``load_checkpoint()``, and after writing to the weights.
         """
         gathered = self._injection.gathered
-        if gathered is None or gathered.step is None:  # else left to generate(): looking can take longer than copying
-            self._follow_weights()
-        if self._speculation is not None:
-            self._speculation.drafter.refresh()
-        self._paths.peers.meet(SYNC)
+        with self._paths.peers.meeting(SYNC):
+            if gathered is None or gathered.step is None:  # else left to generate(): looking may outlast the copying
+                self._follow_weights()
+            if self._speculation is not None:
+                self._speculation.drafter.refresh()
         try:
-            with self._figures.trace.span("sync"):
+            with self._paths.peers.together(), self._figures.trace.span("sync"):
                 return self._injection.sync()
         except BaseException:
             if gathered is not None:  # half of the copies may be of another step, and no count of steps tells

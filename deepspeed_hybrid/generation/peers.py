@@ -19,10 +19,10 @@ import torch.distributed
 from deepspeed_hybrid.ops.collectives import bounded_waits, everyones, is_lost_peer, post, posted, waits_are_bounded
 
 PATIENCE = 8.0  # seconds: between peers that run the same steps, more is a failure
-REFUSED, CALL, ROUND, SYNC = range(4)  # what a rank is about when it meets the others
+REFUSED, CALL, ROWS, ROUND, SYNC = range(5)  # what a rank is about when it meets the others
 ERROR, LOST = "error ", "lost"  # beginnings of what a rank leaves for the others
 RUNS = itertools.count()  # of this process; peers count alike
-WORDS = 6  # that peers exchange when they meet
+WORDS = 7  # that peers exchange when they meet
 
 
 def words(*values: int) -> list[int]:
@@ -33,6 +33,20 @@ def words(*values: int) -> list[int]:
 def digest_of(content: bytes) -> int:
     """63 bits of it, for peers to compare."""
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") >> 1
+
+
+def check_kind(rank: int, kind: int, own: int) -> None:
+    """
+    Raises:
+        RuntimeError: another rank is about something else than this one.
+    """
+    if kind == REFUSED:
+        raise RuntimeError(f"rank {rank} of those that share this model refused the call; its error says why")
+    if kind != own:
+        raise RuntimeError(
+            f"rank {rank} of those that share this model is about something else: they call generate(), take the rows "
+            "of generate_iter() and sync together"
+        )
 
 
 class Peers:
@@ -72,18 +86,26 @@ class Peers:
         """The smallest of what peers pass. They wait here for one another."""
         return min(other for other, *_ in self.exchange(words(value)))
 
-    def meet(self, kind: int) -> None:
-        """Wait for the others, who must be about the same.
+    def meet(self, kind: int, state: int = 0) -> bool:
+        """Wait for the others, who must be about the same; whether they all passed the same ``state``.
 
         Raises:
             RuntimeError: one of them is not, or peers were lost before.
         """
-        for rank, (other, *_) in enumerate(self.exchange(words(kind))):
-            if other != kind:
-                raise RuntimeError(
-                    f"rank {rank} of those that share this model is about something else: they call generate(), take "
-                    "the rows of generate_iter() and sync together"
-                )
+        every = self.exchange(words(kind, state))
+        for rank, (other, *_) in enumerate(every):
+            check_kind(rank, other, kind)
+        return len({passed for _, passed, *_ in every}) == 1
+
+    @contextmanager
+    def meeting(self, kind: int) -> Iterator[None]:
+        """``meet()`` behind what runs inside; where that fails here, the others are told."""
+        try:
+            yield
+        except BaseException:
+            self.exchange(words(REFUSED))
+            raise
+        self.meet(kind)
 
     @contextmanager
     def together(self) -> Iterator[None]:

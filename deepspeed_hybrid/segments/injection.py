@@ -127,7 +127,7 @@ class Injection:
     def _product(self, segment: Segment) -> FusedLinear:
         """The fused projections of a segment; where ranks share the heads of a mixer, those of this rank's heads."""
         shared = segment.kind == GDN and is_column_shard(segment.projections[0])
-        obstacle = head_parallel_obstacle(segment.module) if shared else None
+        obstacle = _all_heads_here(segment) if shared else None
         if shared and obstacle is None:
             return HeadParallelGdn(segment.module)
         fused = fused_linear(segment.projections, self.may_move)
@@ -165,10 +165,12 @@ class Injection:
         """Look at the modules again (an adapter, a hook, another layer).
 
         What comes out: the segments, which layers are no chains, what before them is left alone, which norms run our
-        forward, and why the forward of prompts is not captured (None: it is).
+        forward, why the forward of prompts is not captured (None: it is), and what decides over what goes between
+        ranks: which GatedDeltaNet layers have one input product, and why it is not that of this rank's heads alone.
         """
         self._holds_shards = holds_shards(self.model)
         self.segments, self.unchained, self.inputs, self.norms, self.prompt_obstacle = self._plan()
+        self.exchanges = [(one.path, _all_heads_here(one)) for one in self._chosen if one.kind == GDN]
         # Whether some attention layer runs the model's own forward in a decode step, which wants a mask.
         kinds = enumerate(layer_kinds(self.model))
         self.masked = any(kind == "full_attention" and self.unchained[index] for index, kind in kinds)
@@ -323,3 +325,8 @@ class Injection:
         if self.norms:
             table.append(("all", "norm", f"one launch for each of {len(self.norms)}", "-", ""))
         return table
+
+
+def _all_heads_here(mixer: Segment) -> str | None:
+    """Why ranks that share a mixer's projections do not share its heads; None where they do, or share nothing."""
+    return head_parallel_obstacle(mixer.module) if is_column_shard(mixer.projections[0]) else None

@@ -70,6 +70,21 @@ def test_peers_capture_together(ranks):
     assert ranks.run(f"{HERE}:unlike_graphs") == [[True, 2]] * 2
 
 
+def released_before_its_first_row() -> list:
+    """Only one rank gives its memory back between the call of generate_iter() and the first row."""
+    rollout, arena = rollout_with_graphs()
+    before = tokens_of(answer(rollout, 6, temperature=0.0))
+    sampling = SamplingConfig(max_new_tokens=6, temperature=0.0)
+    rows = rollout.generate_iter(RolloutRequest(*ragged_prompts(PROMPTS)), sampling)
+    if rank() == 1:
+        rollout.release_memory()
+    return [[row.tokens.tolist() for row in sorted(rows, key=lambda row: row.index)] == before, arena.graphs.captures]
+
+
+def test_peers_capture_together_for_an_iterator_that_waited(ranks):
+    assert ranks.run(f"{HERE}:released_before_its_first_row") == [[True, 2]] * 2
+
+
 def unlike_memory() -> list[int]:
     """Only one rank finds memory for a cache that holds longer rows, too."""
     rollout, arena = rollout_with_graphs()
@@ -141,6 +156,59 @@ def test_call_that_one_rank_refuses_is_refused_by_all(ranks):
     assert second == "ValueError" and "all padding" in own
 
 
+def unlike_steps() -> list[str]:
+    """What is said where ranks would run other steps, each with collective operations of its own; a bar is no such."""
+    engine, sampling = engine_over(hybrid().train()), SamplingConfig(max_new_tokens=5, temperature=0.0)
+    rollout = rollout_over(engine, progress=rank() == 0, enable_profiling=rank() == 0)
+    request, said = RolloutRequest(*ragged_prompts(PROMPTS)), []
+    before = rollout.generate(request, sampling)
+    for name, value in dict(use_segki=False, segki_kernel="fused_glu", use_shared_prefill=False, poll_every=2).items():
+        with pytest.raises(ValueError) as refused:
+            rollout_over(engine, **({name: value} if rank() == 1 else {})).generate(request, sampling)
+        said.append(str(refused.value))
+    hooks = []
+    if rank() == 1:
+        mixer = engine.module.model.layers[0].linear_attn
+        hooks.append(mixer.out_proj.register_forward_hook(lambda *args: None))
+    with pytest.raises(ValueError) as refused:
+        rollout.generate(request, sampling)
+    said.append(str(refused.value))
+    for hook in hooks:
+        hook.remove()
+    with pytest.raises(RuntimeError, match="is about something else"):
+        rollout.generate(request, sampling) if rank() == 0 else rollout.generate_iter(request, sampling)
+    assert torch.equal(rollout.generate(request, sampling).input_ids, before.input_ids)
+    return said
+
+
+def test_peers_that_would_run_other_steps_refuse(ranks):
+    for said in ranks.run(f"{HERE}:unlike_steps"):
+        assert len(said) == 5 and all("same configuration" in one and "rank 1" in one for one in said)
+
+
+def refused_sync() -> str:
+    """Rank 1 finds its model unfit before it meets the others."""
+    rollout = shared_rollout()
+    before, look = answer(rollout, 5, temperature=0.0), rollout._follow_weights
+
+    def unfit():
+        raise OSError("the disk is full")
+
+    if rank() == 1:
+        rollout._follow_weights = unfit
+    with pytest.raises((OSError, RuntimeError)) as refused:
+        rollout.sync_segki_weights()
+    rollout._follow_weights = look
+    rollout.sync_segki_weights()
+    assert torch.equal(answer(rollout, 5, temperature=0.0).input_ids, before.input_ids)
+    return str(refused.value)
+
+
+def test_sync_that_one_rank_refuses_is_refused_by_all(ranks):
+    first, second = ranks.run(f"{HERE}:refused_sync")
+    assert "rank 1" in first and "refused" in first and second == "the disk is full"
+
+
 def failing(where: str, patience: float) -> list:
     """Rank 0 fails at some point of generate(); what each rank raises, when, and what it says of a further call."""
     peers.PATIENCE = patience
@@ -165,7 +233,7 @@ def failing(where: str, patience: float) -> list:
         calls += [1, 1]
     begun = time.monotonic()
     with pytest.raises((OSError, RuntimeError)) as raised:
-        answer(rollout, 20, temperature=0.0)
+        rollout.sync_segki_weights() if where == "sync" else answer(rollout, 20, temperature=0.0)
     seconds = time.monotonic() - begun
     assert all("forward" not in module.__dict__ for module in rollout.engine.module.modules())
     assert rollout.engine.module.training
@@ -174,7 +242,7 @@ def failing(where: str, patience: float) -> list:
     return [type(raised.value).__name__, str(raised.value), seconds, str(again.value)]
 
 
-@pytest.mark.parametrize("where, patience", [("forward", peers.PATIENCE), ("refresh", 2.0)])
+@pytest.mark.parametrize("where, patience", [("forward", peers.PATIENCE), ("refresh", 2.0), ("sync", 2.0)])
 def test_rank_that_fails_ends_the_others(ranks, where, patience):
     (first, own, early, once_more), (second, told, late, again) = ranks.run(
         f"{HERE}:failing", where=where, patience=patience
