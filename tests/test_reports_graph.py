@@ -213,6 +213,11 @@ def test_bounded_number_of_graphs_and_right_answers_after_eviction(accelerator):
 # --------------------------------------------------------------------------------------------------- weights move on
 
 
+def places_of(rollout) -> list:
+    """Where all weights lie."""
+    return [place for module in rollout._seen.modules for place in module.places]
+
+
 @pytest.mark.parametrize("family", CAPTURED)
 def test_graph_reads_the_weights_of_now_and_is_captured_once(accelerator, family):
     """NVIDIA-NeMo/RL#2895, and DeepSpeed 0.19.8's new graph after every optimizer step."""
@@ -226,7 +231,7 @@ def test_graph_reads_the_weights_of_now_and_is_captured_once(accelerator, family
         batch = greedy(rollout, prompts, 16)
         assert torch.equal(batch.input_ids, greedy(rollout_of(model), prompts, 16).input_ids)
         outputs.append(batch.input_ids)
-        addresses.append([buffer.data_ptr() for buffer in rollout._arena.cache.buffers()] + list(rollout._seen.places))
+        addresses.append([buffer.data_ptr() for buffer in rollout._arena.cache.buffers()] + places_of(rollout))
         train_step(model, optimizer)
         rollout.sync_segki_weights()
     assert runner.captures == 1
