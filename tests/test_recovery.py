@@ -220,8 +220,8 @@ def test_copies_half_gathered_are_given_back(make_engine, when, error, monkeypat
     wanted = run(rollout, call) if when == "sync" else None
     copy = gathered._copy
 
-    def fail(pairs) -> None:
-        copy(pairs)
+    def fail(*run) -> None:
+        copy(*run)
         raise error("cut")
 
     with monkeypatch.context() as patch:

@@ -130,8 +130,7 @@ class GatheredWeights:
             if ranks > 1:
                 _all_gather(whole, share.to(whole.device), ranks, parameter.ds_process_group)
         for first, elements in self._runs:
-            target, source = (one.as_strided((elements,), (1,)) for one in (self._places[first][1], shares[first]))
-            target.copy_(source, non_blocking=True)
+            _copy(self._places[first][1], shares[first], elements)
         self.step = self.engine.global_steps
         return self.nbytes
 
@@ -187,6 +186,11 @@ def _runs(places: list[tuple[nn.Parameter, torch.Tensor, int]], shares: list[tor
             runs.append((index, whole.numel()))
         last = whole, share
     return runs
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, elements: int) -> None:
+    """So many elements from the beginning of both, those of their neighbours included."""
+    target.as_strided((elements,), (1,)).copy_(source.as_strided((elements,), (1,)), non_blocking=True)
 
 
 def _adjacent(one: torch.Tensor, other: torch.Tensor) -> bool:
