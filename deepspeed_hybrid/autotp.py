@@ -6,12 +6,20 @@
 from collections.abc import Iterable
 
 import deepspeed
-from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, TensorParallel_Layer, VocabParallelLinear
+from deepspeed.module_inject.layers import (
+    LinearAllreduce,
+    LinearLayer,
+    TensorParallel_Layer,
+    VocabParallelEmbedding,
+    VocabParallelLinear,
+)
 from torch import nn
 
 from deepspeed_hybrid.ops.vocab_shard import VocabShard
 
 COLUMN_LAYERS = (LinearLayer, VocabParallelLinear)
+# Whose forwards compute and communicate on the device alone.
+DEVICE_LAYERS = (*COLUMN_LAYERS, LinearAllreduce, VocabParallelEmbedding)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -37,6 +45,11 @@ def is_row_shard(module: nn.Module) -> bool:
     """Whether a layer has some of the inputs of a linear layer, adds its product to the others', and nothing else."""
     known = is_sharded(module) and type(module) is LinearAllreduce and not module.defer_collectives_to_compiler
     return known and is_plain(module)
+
+
+def stays_on_device(module: nn.Module) -> bool:
+    """Whether a layer is of a class of AutoTP whose forward never waits for the device."""
+    return type(module) in DEVICE_LAYERS and not module.defer_collectives_to_compiler
 
 
 def gathers(module: nn.Module) -> bool:

@@ -44,6 +44,7 @@ from deepspeed_hybrid.ops.prompt_heads import prompt_heads
 from deepspeed_hybrid.ops.rotary_tables import rotary_tables, rotary_tables_reference
 from deepspeed_hybrid.ops.sharded_choice import decode_step_on_shards
 from deepspeed_hybrid.ops.sharded_truncate import truncate_scores_on_shards
+from deepspeed_hybrid.ops.shared_sum import SharedSum
 from deepspeed_hybrid.ops.truncate_scores import truncate_scores, truncate_scores_reference
 from deepspeed_hybrid.segments.apply import refuse_kernelized
 from deepspeed_hybrid.segments.decoder_layer import DecodeOps
@@ -78,8 +79,9 @@ class Paths:
     @property
     def all_off(self) -> dict[str, str]:
         """``off``, and what the model as it is now adds."""
-        obstacle = self.injection.prompt_obstacle
-        return self.off if obstacle is None or not self.graph else {**self.off, "prompt capture": obstacle}
+        sums, prompts = self.injection.sums, self.injection.prompt_obstacle if self.graph else None
+        found = {"direct sums": None if sums is None else sums.obstacle, "prompt capture": prompts}
+        return {**self.off, **{feature: obstacle for feature, obstacle in found.items() if obstacle is not None}}
 
     @property
     def notes(self) -> list[str]:
@@ -270,10 +272,11 @@ def chain_ops(device: torch.device, backend: str, batch_invariant: bool = False)
     products = fused_linear.normed_linear, fused_linear.residual_linear
     if batch_invariant:
         products = partial(normed_linear_in_groups, products[0]), partial(residual_linear_in_groups, products[1])
+    shared = SharedSum(products[0], fused_linear.normed_rows, direct=True)
     attention = partial(attention_decode, splits=SPLITS) if batch_invariant else attention_decode
     block = partial(token_by_token, attention) if batch_invariant else attention_block
     rest = attention, block, embedded_rows, rotary_tables
-    return DecodeOps(fused_linear.normed_rows, *products, gdn_decode, gdn_block, gdn_commit, *rest)
+    return DecodeOps(fused_linear.normed_rows, *products, shared, gdn_decode, gdn_block, gdn_commit, *rest)
 
 
 def _reference_ops(batch_invariant: bool) -> DecodeOps:
@@ -287,7 +290,8 @@ def _reference_ops(batch_invariant: bool) -> DecodeOps:
         attention = partial(attention_of_one_row, attention)
         rest = partial(embedded_rows_one_by_one, rest[0]), partial(rotary_tables_one_by_one, rest[1])
     mixers = *gdn, attention, partial(token_by_token, attention)
-    return DecodeOps(fused_linear.normed_rows_reference, *products, *mixers, *rest)
+    norm = fused_linear.normed_rows_reference
+    return DecodeOps(norm, *products, SharedSum(products[0], norm), *mixers, *rest)
 
 
 def prompt_ops(device: torch.device, backend: str, off: dict[str, str]) -> PromptOps:

@@ -81,6 +81,7 @@ class HybridEngineRollout(RolloutEngine):
             self._prompt_graphs(),
             self._speculation,
             self._paths.peers.least,
+            self._injection.sums,
         )
         self._look()
         self._changes = 0  # how often the model was found changed

@@ -131,7 +131,9 @@ void launch(const FewRowsArguments& args, cudaStream_t stream)
 {
     using Wide = Shape<kRows, kWideColumns, kWideStages>;
     using Narrow = Shape<kRows, kNarrowColumns, kNarrowStages>;
-    if (args.residual) {
+    if (args.narrow && args.glu) {
+        launch<Element, Narrow, true>(args, stream);
+    } else if (args.narrow) {
         launch<Element, Narrow, false>(args, stream);
     } else if (args.glu) {
         launch<Element, Wide, true>(args, stream);

@@ -12,10 +12,11 @@
 namespace ds_hybrid {
 
 constexpr int kMostRows = 16;
-constexpr int kInnerStep = 64;      // the inner dimension is a multiple of it
-constexpr int kWideColumns = 48;    // rows of the weight that a block of threads takes at a time
-constexpr int kMostSplit = 4;       // blocks of threads that share a tile
-constexpr int kNarrowColumns = 40;  // the same where a residual is added: such weights are small
+constexpr int kInnerStep = 64;    // the inner dimension is a multiple of it
+constexpr int kWideColumns = 48;  // rows of the weight that a block of threads takes at a time
+constexpr int kMostSplit = 4;     // blocks of threads that share a tile
+constexpr int kNarrowColumns =
+    40;  // the same where that, or a residual behind it, suits the weight
 
 // x is [rows, inner] and weight [columns, inner], with glu [2 * columns, inner], both packed and on
 // 16-byte boundaries; out is [rows, columns]. All of one type: bfloat16 or float16.
@@ -34,6 +35,7 @@ struct FewRowsArguments {
     int split;       // blocks of threads that share a tile: a cluster
     int processors;  // of the card
     bool glu;
+    bool narrow;  // tiles of kNarrowColumns; always with a residual
     c10::ScalarType type;
 };
 

@@ -15,6 +15,24 @@
 namespace ds_hybrid {
 namespace {
 
+int64_t tiles_of(int64_t columns, int64_t tile) { return (columns + tile - 1) / tile; }
+
+// Blocks of threads that share a tile where there are so many: as many as there are idle
+// processors.
+int split_of(int64_t tiles, int processors)
+{
+    int split = 1;
+    while (2 * split <= kMostSplit && 2 * split * tiles <= processors) split *= 2;
+    return split;
+}
+
+// Four times the rows of the weight that the busiest processor streams.
+int64_t longest_share(int64_t columns, int64_t tile, int processors)
+{
+    const int64_t tiles = tiles_of(columns, tile), split = split_of(tiles, processors);
+    return tiles_of(tiles, processors / split) * tile * kMostSplit / split;
+}
+
 // Shapes and types have been checked in Python, where the CPU's reference needs the same checks.
 // What is left is what only this kernel asks for.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> few_rows_linear(
@@ -31,8 +49,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> few_rows_linear(
                 text(x.size(1)));
     const int64_t rows = x.size(0), columns = weight.size(0) / (glu ? 2 : 1);
     const bool added = residual.has_value();
-    const int64_t tile = added ? kNarrowColumns : glu ? kWideColumns / 2 : kWideColumns;
-    const int64_t tiles = (columns + tile - 1) / tile;
+    int processors = 0;
+    C10_CUDA_CHECK(
+        cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, x.get_device()));
+    const int64_t halves = glu ? 2 : 1;
+    const int64_t narrow_tile = kNarrowColumns / halves, wide_tile = kWideColumns / halves;
+    const bool narrow = added || longest_share(columns, narrow_tile, processors) <
+                                     longest_share(columns, wide_tile, processors);
+    const int64_t tile = narrow ? narrow_tile : wide_tile, tiles = tiles_of(columns, tile);
     TORCH_CHECK(columns >= tile, "few_rows_linear: the weight must have at least ", text(tile),
                 " columns, got ", text(columns));
     for (const at::Tensor& tensor : {x, weight}) {
@@ -68,12 +92,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> few_rows_linear(
     args.glu = glu;
     args.blocks = args.inner / kInnerStep;
     args.tiles = static_cast<int>(tiles);
-    C10_CUDA_CHECK(
-        cudaDeviceGetAttribute(&args.processors, cudaDevAttrMultiProcessorCount, x.get_device()));
-    args.split = 1;
-    while (2 * args.split <= kMostSplit && 2 * args.split * args.tiles <= args.processors) {
-        args.split *= 2;
-    }
+    args.narrow = narrow;
+    args.processors = processors;
+    args.split = split_of(tiles, processors);
     args.type = x.scalar_type();
     launch_few_rows_linear(args, c10::cuda::getCurrentCUDAStream());
     return {out, scaled, next_squares};

@@ -21,6 +21,7 @@ from deepspeed_hybrid.generation.sampling import SamplingKind
 from deepspeed_hybrid.generation.state import DecodeState
 from deepspeed_hybrid.generation.step import decode_step
 from deepspeed_hybrid.generation.transfer import upload
+from deepspeed_hybrid.ops.shared_sum import SharedSum
 from deepspeed_hybrid.ops.truncate_scores import truncate_scores
 
 SMALL_SLOT_BUCKETS = (1, 2, 4, 8)
@@ -84,6 +85,7 @@ class Arena:
         speculation: steps in place of plain decode steps, and what they keep of each slot; None: plain steps.
         prompts: prompt forwards of fixed shapes, or None to prefill in exact shapes, eagerly.
         least: the smallest number of those that ranks pass which share the model: they make room alike.
+        sums: over those ranks; what it keeps goes with the graphs, which write to it.
     """
 
     def __init__(
@@ -98,11 +100,12 @@ class Arena:
         prompts: PromptGraphs | None = None,
         speculation: StepMaker | None = None,
         least: Callable[[int], int] = int,
+        sums: SharedSum | None = None,
     ):
         self.model, self.device, self.state_dtype = model, device, state_dtype
         self.graphs, self.masked = graphs, masked
         self.choose, self.truncate = choose, truncate
-        self.prompts, self.speculation = prompts, speculation
+        self.prompts, self.speculation, self.sums = prompts, speculation, sums
         self.device_free, self.least = partial(free_bytes, device), least
         self.lanes = self.kv_length = 0
         self.scratch = 0  # the most bytes of a step's logits, and of what becomes of them, so far
@@ -244,13 +247,16 @@ class Arena:
             self.graphs.release()
         if self.prompts is not None:
             self.prompts.release()
+        if self.sums is not None:
+            self.sums.release()
 
     def digest(self) -> int:
         """63 bits of the sizes of the buffers and of what is captured, the same on any rank where those are."""
         runners = (self.graphs, None if self.prompts is None else self.prompts.runner)
         captured = [runner.keys for runner in runners if runner is not None]
         sizes = None if self.cache is None else (self.cache.slots, self.cache.capacity, self.scratch)
-        return digest_of(repr((sizes, captured)).encode())
+        shapes = None if self.sums is None else self.sums.shapes
+        return digest_of(repr((sizes, captured, shapes)).encode())
 
     def holds_graphs(self) -> bool:
         runners = (self.graphs, None if self.prompts is None else self.prompts.runner)

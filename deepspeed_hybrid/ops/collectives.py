@@ -42,6 +42,11 @@ def waits_are_bounded(group, device: torch.device) -> bool:
     return _gloo(group, device) is not None
 
 
+def group_patience(group, device: torch.device) -> float:
+    """Seconds that the group's own operations wait for a rank."""
+    return _backend(group, device).options._timeout.total_seconds()
+
+
 @contextmanager
 def bounded_waits(group, device: torch.device, seconds: float) -> Iterator[None]:
     """Inside, a rank that waits longer than this for another raises, where the backend is gloo; NCCL's own watchdog

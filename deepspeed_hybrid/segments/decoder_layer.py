@@ -24,6 +24,7 @@ from deepspeed_hybrid.compat import own_attention
 from deepspeed_hybrid.hung_on import facts, hooks_of
 from deepspeed_hybrid.ops.attention_decode import MAX_HEAD_DIM
 from deepspeed_hybrid.ops.gdn_decode import MAX_CONV_KERNEL
+from deepspeed_hybrid.ops.shared_sum import SharedSum
 from deepspeed_hybrid.segments.apply import Binding
 from deepspeed_hybrid.segments.head_parallel import HeadParallelGdn
 from deepspeed_hybrid.segments.known_forwards import (
@@ -55,6 +56,7 @@ class DecodeOps:
     normed_rows: Callable
     normed_linear: Callable
     residual_linear: Callable
+    shared_sum: SharedSum
     gdn: Callable
     gdn_block: Callable
     gdn_commit: Callable

@@ -11,6 +11,7 @@ from torch import nn
 from deepspeed_hybrid.autotp import holds_shards, is_column_shard
 from deepspeed_hybrid.compat import layer_kinds, text_model
 from deepspeed_hybrid.hung_on import is_zero3_hook
+from deepspeed_hybrid.ops.shared_sum import SharedSum
 from deepspeed_hybrid.segments.apply import Binding, ModuleTables, bound
 from deepspeed_hybrid.segments.attention import attention_bindings
 from deepspeed_hybrid.segments.decoder_layer import (
@@ -93,6 +94,11 @@ class Injection:
         if self.gathered is not None:
             self.gathered.release()
             self.fused, self.bindings = {}, []
+
+    @property
+    def sums(self) -> SharedSum | None:
+        """The op of decode chains that keeps something from step to step."""
+        return self.chain.shared_sum if isinstance(self.chain, DecodeOps) else None
 
     @property
     def _chosen(self) -> list[Segment]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from deepspeed_hybrid.autotp import stays_on_device
 from deepspeed_hybrid.compat import own_attention, text_config, text_model
 from deepspeed_hybrid.hung_on import global_hooks, hooks_of, is_zero3_hook
 from deepspeed_hybrid.segments.known_forwards import (
@@ -69,7 +70,7 @@ def _is_plain(module: nn.Module) -> bool:
     home = type(module).__module__
     if not _is_from(type(module).forward, home):
         return False  # somebody has exchanged it
-    return home.startswith(PLAIN_PACKAGES) or _is_rotary(module, home)
+    return home.startswith(PLAIN_PACKAGES) or _is_rotary(module, home) or stays_on_device(module)
 
 
 def _is_from(forward: Callable, home: str) -> bool:

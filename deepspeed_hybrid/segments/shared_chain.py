@@ -6,7 +6,6 @@ the product, a sum over them comes in between."""
 
 from dataclasses import dataclass
 
-import deepspeed
 import torch
 from torch import nn
 
@@ -41,11 +40,7 @@ class HalfEnd:
             weight, bias, group = module.weight, module.bias, getattr(module, "mp_group", None)
         if group is None:
             return ops.residual_linear(inputs, weight, bias, residual, norm.weight, norm.offset, norm.eps)
-        no_norm = inputs.new_empty(0, inputs.shape[0], dtype=torch.float32)
-        product = ops.normed_linear(inputs, no_norm, 0.0, weight, None, False)
-        deepspeed.comm.all_reduce(product, group=group)
-        hidden = residual + (product if bias is None else product + bias)
-        return hidden, *ops.normed_rows(hidden, norm.weight, norm.offset, norm.eps)
+        return ops.shared_sum(inputs, weight, bias, residual, norm.weight, norm.offset, norm.eps, group)
 
 
 def end_obstacle(name: str, projection: nn.Module) -> str | None:

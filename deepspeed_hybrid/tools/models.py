@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwen3_5TextConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwen3_5TextConfig, Qwen3Config
 
 from deepspeed_hybrid.tools.device import has_cuda
 
@@ -77,21 +77,49 @@ def _qwen3_5_small() -> PretrainedConfig:
     )
 
 
-def _qwen3_5(hidden_size: int, intermediate_size: int, tied: bool) -> PretrainedConfig:
+def _qwen3_5(
+    hidden_size: int,
+    intermediate_size: int,
+    tied: bool,
+    layers: int = 32,
+    heads: tuple[int, int] = (16, 4),
+    value_heads: int = 32,
+) -> PretrainedConfig:
+    """``heads``: of queries and of keys; ``value_heads``: of a GatedDeltaNet layer."""
     return Qwen3_5TextConfig(
         vocab_size=248320,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
-        num_hidden_layers=32,
-        num_attention_heads=16,
-        num_key_value_heads=4,
+        num_hidden_layers=layers,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
         head_dim=256,
         linear_num_key_heads=16,
-        linear_num_value_heads=32,
+        linear_num_value_heads=value_heads,
         linear_key_head_dim=128,
         linear_value_head_dim=128,
+        max_position_embeddings=262144,
         tie_word_embeddings=tied,
         rope_parameters=_rope(1e7, [11, 11, 10]),
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def _qwen3_4b() -> PretrainedConfig:
+    """Attention alone."""
+    return Qwen3Config(
+        vocab_size=151936,
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        tie_word_embeddings=True,
+        rope_parameters=dict(rope_type="default", rope_theta=1e6),
         pad_token_id=None,
         bos_token_id=None,
         eos_token_id=None,
@@ -111,8 +139,11 @@ def _rope(theta: float, section: list[int]) -> dict:
 PRESETS: dict[str, Callable[[], PretrainedConfig]] = {
     "tiny": _tiny,
     "qwen3.5-small": _qwen3_5_small,
+    "qwen3.5-0.8b": partial(_qwen3_5, 1024, 3584, tied=True, layers=24, heads=(8, 2), value_heads=16),
+    "qwen3.5-2b": partial(_qwen3_5, 2048, 6144, tied=True, layers=24, heads=(8, 2), value_heads=16),
     "qwen3.5-4b": partial(_qwen3_5, 2560, 9216, tied=True),
     "qwen3.5-9b": partial(_qwen3_5, 4096, 12288, tied=False),
+    "qwen3-4b": _qwen3_4b,
 }
 
 
