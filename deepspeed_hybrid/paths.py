@@ -170,8 +170,9 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
         if cfg.segki_backend == "triton":
             raise RuntimeError(f"segki_backend='triton' cannot be honoured: {chain}")
         off["decode chains"] = chain
-    if call.shard is not None:  # plain torch on any device
-        ops["decode_step"] = partial(decode_step_on_shards, call.shard)
+    if call.shard is not None:
+        fused = device.type == "cuda" and _triton_off(cfg.segki_backend) is None
+        ops["decode_step"] = partial(decode_step_on_shards, call.shard, fused=fused)
         ops["truncate_scores"] = partial(truncate_scores_on_shards, call.shard)
     paths = Paths(
         call=call,

@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from deepspeed_hybrid.ops.decode_step import CHUNK, CHUNK_NOISE, record_choice
+from deepspeed_hybrid.ops.decode_step import CHUNK, CHUNK_NOISE, LENGTH, STOPPED, record_choice
 from deepspeed_hybrid.ops.philox import gumbel_noise
 from deepspeed_hybrid.ops.vocab_shard import VocabShard
 
@@ -96,8 +96,30 @@ def decode_step_on_shards(
     tokens: torch.Tensor,
     logprobs: torch.Tensor,
     sampled: bool,
+    fused: bool = False,
 ) -> None:
-    """``decode_step`` with ``scores`` and ``raw_logits`` [B, shard.size]; all else is the same on every rank."""
+    """``decode_step`` with ``scores`` and ``raw_logits`` [B, shard.size]; all else is the same on every rank.
+
+    Args:
+        fused: by Triton kernels, of which an argmax takes three; a sample is still chosen by torch.
+    """
+    state = token, position, length, parked, finish, tokens, logprobs
+    if fused and not sampled:
+        candidates = shard.everyones(kernels().nominate(scores, raw_logits, shard.start))
+        kernels().record(candidates, limit, stop_ids, *state, STOPPED, LENGTH)
+        return
     key = (seed, request, sample, position + (~parked).long())
     choice, logprob = choose_token_on_shards(shard, scores, raw_logits, temperature, key, sampled)
-    record_choice(choice, logprob, limit, stop_ids, token, position, length, parked, finish, tokens, logprobs)
+    if fused:
+        none = torch.zeros_like(logprob)  # one candidate, whose score is its logprob
+        candidates = torch.stack([none, choice.float(), logprob, none], dim=-1)[None]
+        kernels().record(candidates, limit, stop_ids, *state, STOPPED, LENGTH)
+        return
+    record_choice(choice, logprob, limit, stop_ids, *state)
+
+
+def kernels():
+    """The module of Triton kernels: a torch for CPUs has no Triton."""
+    from deepspeed_hybrid.ops.triton import sharded_choice
+
+    return sharded_choice

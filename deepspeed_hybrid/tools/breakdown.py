@@ -14,7 +14,7 @@ FEW, MANY = 4, 12  # tokens of the two profiled calls; their difference has no p
 # kind -> any of these in a kernel's name, in the order they are asked
 KINDS = {
     "collective": ("nccl", "_add_over_ranks"),  # with the wait for other ranks
-    "choice": ("scan_chunk", "finish_row"),
+    "choice": ("scan_chunk", "finish_row", "_scan", "_nominate", "_record"),
     "truncation": ("truncate_rows",),
     "gdn scan": ("fused_recurrent", "gated_delta", "gdn_decode", "gdn_block", "gdn_ring"),
     "gdn gates": ("::gates(",),
