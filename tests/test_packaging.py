@@ -128,3 +128,11 @@ def test_every_compiled_source_belongs_to_a_builder():
 def test_op_builder_package_defines_nothing():
     """DeepSpeed imports a top-level `op_builder` where the repository is on sys.path, and must find nothing there."""
     assert ast.parse((ROOT / "op_builder" / "__init__.py").read_text()).body == []
+
+
+@needs_wheel
+def test_groups_of_tests_stay_together(request):
+    """pytest-xdist goes by this suffix alone; without it, each worker would build what they share."""
+    if not getattr(request.config.option, "loadgroup", False):
+        pytest.skip("not run by pytest-xdist with --dist loadgroup")
+    assert request.node.nodeid.endswith("@wheel")
