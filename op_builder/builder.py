@@ -47,6 +47,10 @@ class HybridOpBuilder(CUDAOpBuilder):
     def include_paths(self) -> list[str]:
         return ["csrc/includes"]
 
+    def cxx_args(self) -> list[str]:
+        # Debug information takes as long to write as the bindings take to compile.
+        return [arg for arg in super().cxx_args() if arg != "-g"]
+
     def nvcc_args(self) -> list[str]:
         # Fast math changes exp, log and division, and so a rollout's tokens and logprobs.
         return [arg for arg in super().nvcc_args() if arg != "--use_fast_math"]

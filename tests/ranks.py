@@ -3,13 +3,17 @@
 # DeepSpeed Team
 """Two processes that run functions of test files side by side; run as a script, this file is one of them.
 
-The processes stay for many calls, since starting them takes longer than what they do.
+The processes stay for many calls, since starting them takes longer than what they do. Those without CUDA are forks of
+a third, run as ``ranks.py DESCRIPTOR``, which has imported what takes them ten seconds each; CUDA survives no fork.
 """
 
+import atexit
+import functools
 import importlib
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +23,8 @@ import traceback
 import warnings
 from datetime import timedelta
 from pathlib import Path
+
+import torch
 
 RANKS = 2
 START_SECONDS = 120
@@ -37,7 +43,7 @@ class Ranks:
 
     def __init__(self, backend: str = "gloo") -> None:
         self.backend = backend
-        self._processes: list[subprocess.Popen] = []
+        self._processes: list[subprocess.Popen | Fork] = []
         self._logs: list = []
 
     def run(self, function: str, timeout: float = 120, **arguments) -> list:
@@ -73,22 +79,13 @@ class Ranks:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
-        shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
         shared.update(NCCL_ENVIRONMENT, DISTRIBUTED_BACKEND=self.backend)
-        shared["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+        start = new_process if torch.cuda.is_available() else Fork
         for rank in range(RANKS):
             log = tempfile.TemporaryFile("w+")
             self._logs.append(log)
-            self._processes.append(
-                subprocess.Popen(
-                    [sys.executable, __file__],
-                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    text=True,
-                )
-            )
+            self._processes.append(start({**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, log))
         self._await(START_SECONDS, "start")
 
     def _await(self, timeout: float, what: str, deaths: bool = False) -> list[dict]:
@@ -122,13 +119,91 @@ class Ranks:
         return "\n----\n".join(ends)
 
 
+def child_environment() -> dict[str, str]:
+    folders = [str(Path(__file__).parent), *filter(None, sys.path)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}
+
+
+def new_process(environment: dict[str, str], log) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, __file__],
+        env={**child_environment(), **environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+    )
+
+
+class Fork:
+    """As much of ``subprocess.Popen`` as a rank needs, of a fork of the process that has its imports."""
+
+    def __init__(self, environment: dict[str, str], log) -> None:
+        (own_stdin, stdin), (stdout, own_stdout) = os.pipe(), os.pipe()
+        self.stdin, self.stdout = os.fdopen(stdin, "w"), os.fdopen(stdout)
+        forks = server_of_forks()
+        socket.send_fds(forks, [json.dumps(environment).encode()], [own_stdin, own_stdout, log.fileno()])
+        os.close(own_stdin)
+        os.close(own_stdout)
+        pid = forks.recv(64)
+        if not pid:
+            raise RuntimeError("the process that ranks are forks of has ended")
+        self.pid = int(pid)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        while self.stdout.read(4096):  # until nobody has the other end
+            pass
+
+
+@functools.cache
+def server_of_forks() -> socket.socket:
+    """Started at the first call; it ends with the other end of its socket, when this process does."""
+    own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    descriptor = theirs.fileno()
+    command = [sys.executable, __file__, str(descriptor)]
+    server = subprocess.Popen(command, env=child_environment(), stdin=subprocess.DEVNULL, pass_fds=[descriptor])
+    theirs.close()
+
+    def end() -> None:
+        own.close()
+        server.wait()
+
+    atexit.register(end)
+    return own
+
+
+def serve_forks(descriptor: int) -> None:
+    """For every message, an environment and three descriptors, one more rank; its process id is the answer."""
+    warnings.simplefilter("ignore")  # those of other packages
+    import tensor_parallel_cases  # noqa: F401  what ranks import
+
+    requests = socket.socket(fileno=descriptor)
+    while True:
+        message, streams, _, _ = socket.recv_fds(requests, 1 << 16, 3)
+        if not message:
+            os._exit(0)
+        pid = os.fork()
+        if pid == 0:
+            requests.close()
+            for standard, stream in enumerate(streams):
+                os.dup2(stream, standard)
+                os.close(stream)
+            os.environ.update(json.loads(message))
+            serve()
+        for stream in streams:
+            os.close(stream)
+        requests.send(str(pid).encode())
+
+
 def serve() -> None:
     """One rank: read calls from stdin, answer on stdout. Whatever else is printed goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     warnings.simplefilter("ignore")  # those of other packages
     import deepspeed
-    import torch
 
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False
@@ -157,4 +232,4 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    serve_forks(int(sys.argv[1])) if len(sys.argv) > 1 else serve()

@@ -12,8 +12,6 @@ from models import PAD, ragged_prompts, tiny_model
 
 from deepspeed_hybrid import RolloutRequest, SamplingConfig
 
-pytestmark = pytest.mark.core
-
 LENGTHS = [3, 7, 5, 1]
 SAMPLING = SamplingConfig(
     max_new_tokens=12, temperature=1.2, seed=4, n_samples_per_prompt=2, stop_token_ids=list(range(60, 85))

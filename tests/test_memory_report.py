@@ -73,9 +73,12 @@ def run(rollout) -> None:
     list(rollout.generate_iter(RolloutRequest(*ragged_prompts([4])), SamplingConfig(max_new_tokens=3, seed=1)))
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
-@pytest.mark.parametrize("use_segki", [None, False], ids=["fused", "unfused"])
-@pytest.mark.parametrize("family", FAMILIES)
+# Every family as it comes and captured; all four pairs for one that is hybrid and one that is not.
+WAYS = [(family, *way) for family in FAMILIES for way in ((None, True), (False, False))]
+WAYS += [(family, *way) for family in ("qwen3_5", "qwen3") for way in ((None, False), (False, True))]
+
+
+@pytest.mark.parametrize("family, use_segki, captured", WAYS)
 def test_the_report_is_the_sum_of_what_is_held(family, use_segki, captured):
     with recording_accelerator() if captured else nullcontext():
         rollout = rollout_of(tiny_model(family), use_segki=use_segki)

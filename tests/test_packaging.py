@@ -51,7 +51,19 @@ def pip(*arguments: object) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def run_away_from_the_checkout(code: str, installed: Path) -> list[str]:
+@pytest.fixture(scope="module")
+def said_away_from_the_checkout(installed) -> list[str]:
+    """What the installed package says of itself, in lines: where it lies, its ops' sources, its version twice."""
+    code = (
+        "import deepspeed_hybrid, importlib.metadata\n"
+        "from deepspeed_hybrid.ops import loader\n"
+        "print(deepspeed_hybrid.__file__)\n"
+        "for name in loader.BUILDERS:\n"
+        "    builder = loader.builder(name)\n"
+        "    for source in builder.sources():\n"
+        "        print(builder.deepspeed_src_path(source))\n"
+        "print(deepspeed_hybrid.__version__, importlib.metadata.version('deepspeed-hybrid'))\n"
+    )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])}
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=installed, env=environment, capture_output=True, text=True, timeout=300
@@ -81,28 +93,15 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
 
 
 @needs_wheel
-def test_wheel_imports_and_finds_its_sources_away_from_the_checkout(installed):
-    code = (
-        "import deepspeed_hybrid, pathlib\n"
-        "from deepspeed_hybrid.ops import loader\n"
-        "print(deepspeed_hybrid.__file__)\n"
-        "for name in loader.BUILDERS:\n"
-        "    builder = loader.builder(name)\n"
-        "    for source in builder.sources():\n"
-        "        print(builder.deepspeed_src_path(source))\n"
-    )
-    lines = [Path(line) for line in run_away_from_the_checkout(code, installed) if line.startswith("/")]
+def test_wheel_imports_and_finds_its_sources_away_from_the_checkout(installed, said_away_from_the_checkout):
+    lines = [Path(line) for line in said_away_from_the_checkout if line.startswith("/")]
     assert len(lines) > 1
     assert all(path.is_file() and path.is_relative_to(installed) for path in lines)
 
 
 @needs_wheel
-def test_versions_agree(installed):
-    code = (
-        "import deepspeed_hybrid, importlib.metadata\n"
-        "print(deepspeed_hybrid.__version__, importlib.metadata.version('deepspeed-hybrid'))\n"
-    )
-    module, distribution = run_away_from_the_checkout(code, installed)[-1].split()
+def test_versions_agree(said_away_from_the_checkout):
+    module, distribution = said_away_from_the_checkout[-1].split()
     assert module == distribution
 
 
@@ -129,3 +128,11 @@ def test_every_compiled_source_belongs_to_a_builder():
 def test_op_builder_package_defines_nothing():
     """DeepSpeed imports a top-level `op_builder` where the repository is on sys.path, and must find nothing there."""
     assert ast.parse((ROOT / "op_builder" / "__init__.py").read_text()).body == []
+
+
+@needs_wheel
+def test_groups_of_tests_stay_together(request):
+    """pytest-xdist goes by this suffix alone; without it, each worker would build what they share."""
+    if not getattr(request.config.option, "loadgroup", False):
+        pytest.skip("not run by pytest-xdist with --dist loadgroup")
+    assert request.node.nodeid.endswith("@wheel")

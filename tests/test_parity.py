@@ -26,7 +26,11 @@ NEW_TOKENS = 128
 RELATIVE = 2e-5  # of the largest logit
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+# One worker has a family's tests: the oracle takes longer than all of them.
+BY_FAMILY = [pytest.param(name, marks=pytest.mark.xdist_group(f"parity of {name}")) for name in FAMILIES]
+
+
+@pytest.fixture(scope="module", params=BY_FAMILY)
 def family(request):
     """A model, ragged prompts, and what plain Hugging Face answers to each prompt alone."""
     model = tiny_model(request.param)

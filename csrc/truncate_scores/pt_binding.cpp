@@ -2,9 +2,10 @@
 
 // DeepSpeed Team
 
+#include <ATen/ops/empty_like.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <limits>
 

@@ -13,8 +13,6 @@ from models import PAD, ragged_prompts, tiny_model
 from deepspeed_hybrid import RolloutBatch, RolloutRequest, SamplingConfig
 from deepspeed_hybrid.generation import loop
 
-pytestmark = pytest.mark.core
-
 LENGTHS, SAMPLES = [3, 11, 1, 7], 3
 NEW_TOKENS, STOPS = 14, list(range(40, 70))  # an answer has about eight tokens
 SEED = 2024

@@ -14,8 +14,6 @@ from deepspeed_hybrid import RolloutRequest, SamplingConfig
 from deepspeed_hybrid.generation import loop
 from deepspeed_hybrid.generation.kept_prompt import KeptPrompt
 
-pytestmark = pytest.mark.core
-
 PROMPTS, SAMPLES = [5, 9, 3], 4
 
 

@@ -59,11 +59,11 @@ def oracles(model: torch.nn.Module, prompts, steps: int) -> list:
 # ------------------------------------------------------------------------------------------------- captured == eager
 
 
-@pytest.mark.parametrize("family", CAPTURED)
 @pytest.mark.parametrize(
-    "lengths",
-    [[3], [32], [3, 40, 5], [64, 64], [1, 9, 2, 33, 70], [31, 32]],
-    ids=lambda lengths: "-".join(map(str, lengths)),
+    "family, lengths",
+    [(family, lengths) for family in CAPTURED for lengths in ([3, 40, 5], [1, 9, 2, 33, 70])]
+    + [(family, lengths) for family in ("qwen3_5", "qwen3") for lengths in ([3], [32], [64, 64], [31, 32])],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)),
 )
 def test_replays_are_the_eager_forward(accelerator, family, lengths):
     """Bit by bit, and Hugging Face's tokens. Recording fails at any value that is read on the host."""

@@ -14,8 +14,6 @@ from recorded_graph import capture_steps, recording_accelerator
 from deepspeed_hybrid import RolloutRequest, SamplingConfig
 from deepspeed_hybrid.generation import loop, tail
 
-pytestmark = pytest.mark.core
-
 LENGTHS, SAMPLES, NEW_TOKENS = [3, 11, 1], 2, 40
 LIMITS = [1, 40, 7, 2, 13, 8]
 STOPS = [30, 31]

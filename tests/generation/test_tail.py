@@ -19,8 +19,6 @@ from deepspeed_hybrid.generation import loop, tail
 from deepspeed_hybrid.generation.scheduler import SlotScheduler
 from deepspeed_hybrid.generation.tail import WORTHWHILE_STEPS, TailShrink, tail_lanes
 
-pytestmark = pytest.mark.core
-
 CALM = settings(max_examples=300, deadline=None, derandomize=True, database=None)
 LENGTHS, SAMPLES, NEW_TOKENS = [3, 11, 1, 7], 3, 36
 STOPS = list(range(30, 46))  # about one token in twenty: a long tail

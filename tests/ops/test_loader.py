@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepspeed_hybrid.ops import compile as compiling
 from deepspeed_hybrid.ops import loader
-from deepspeed_hybrid.ops.compile import compile_op
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -115,6 +115,7 @@ def test_names_cannot_clash_and_math_is_exact(name, buildable, monkeypatch):
     assert builder.BUILD_VAR.startswith("DS_BUILD_HYBRID_")
     assert "--use_fast_math" not in builder.nvcc_args()
     assert "-O3" in builder.nvcc_args()
+    assert "-O3" in builder.cxx_args() and "-g" not in builder.cxx_args()
 
 
 @pytest.mark.parametrize("requested", ["9.0a", "9.0a+PTX", "8.0;9.0a", "9.0 10.0f"])
@@ -187,9 +188,24 @@ def test_compiling_leaves_the_environment_alone(buildable, monkeypatch):
     monkeypatch.setattr(
         type(buildable), "jit_load", lambda self, verbose: seen.append(os.environ["TORCH_CUDA_ARCH_LIST"])
     )
-    compile_op("decode_step", "9.0")
+    compiling.compile_op("decode_step", "9.0")
     assert seen == ["9.0"]
     assert "TORCH_CUDA_ARCH_LIST" not in os.environ
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12, where a process has threads
+def test_compiling_side_by_side_fails_where_one_op_does(monkeypatch, tmp_path):
+    def compile_one(name: str, arch_list: str) -> Path:
+        if name == "bad":
+            raise RuntimeError("nvcc said no")
+        (tmp_path / name).write_text(arch_list)
+        return tmp_path / name
+
+    monkeypatch.setattr(compiling, "compile_op", compile_one)
+    compiling.main(["one", "two", "--arch", "9.0", "--jobs", "2"])
+    assert [(tmp_path / name).read_text() for name in ("one", "two")] == ["9.0", "9.0"]
+    with pytest.raises(RuntimeError, match="nvcc said no"):
+        compiling.main(["bad", "three", "--jobs", "2"])
 
 
 def test_builders_are_found_in_a_checkout_that_is_not_installed(tmp_path):

@@ -20,8 +20,6 @@ from deepspeed_hybrid import RolloutRequest, SamplingConfig
 from deepspeed_hybrid.generation import tail
 from deepspeed_hybrid.generation.graph import WARMUPS
 
-pytestmark = pytest.mark.core
-
 KINDS = {
     "sampled": dict(temperature=1.2, seed=3),
     "all": dict(temperature=0.9, seed=3, top_k=40, top_p=0.95, repetition_penalty=1.2),

@@ -15,8 +15,6 @@ from speculative_cases import MASK, Schedule, ScriptedDrafter, figures, script_o
 from deepspeed_hybrid import RolloutBatch, RolloutRequest, SamplingConfig
 from deepspeed_hybrid.generation import loop, tail
 
-pytestmark = pytest.mark.core
-
 LENGTHS, SAMPLES, NEW_TOKENS = [5, 1, 17, 2], 2, 24
 KINDS = {
     "greedy": dict(temperature=0.0),
@@ -65,6 +63,7 @@ def target():
 # ----------------------------------------------------------------------------------------------- every count of rights
 
 
+@pytest.mark.core
 def test_greedy_is_hugging_face_for_every_number_of_right_drafts(target):
     """Rows of one batch have another number each, and in the course of a run each has every one."""
     prompts = ragged_prompts([6, 1, 13, 3, 2, 30, 9, 4])
@@ -95,6 +94,7 @@ def test_each_number_of_right_drafts_alone(target, right):
     assert figures(rollout)["tokens_per_step"] == (NEW_TOKENS - 1) / (whole + (rest > 0))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("family", ["qwen3_5_conditional", "gdn_only", "qwen2_5", "qwen3", "llama"])
 def test_other_families(family):
     target, prompts = tiny_model(family), ragged_prompts(LENGTHS)
@@ -107,6 +107,7 @@ def test_other_families(family):
 # ------------------------------------------------------------------------------------------------------------ sampling
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("proposes", ["model", "script"])
 def test_seeded_tokens_are_the_plain_paths(target, kind, proposes):

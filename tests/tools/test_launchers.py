@@ -17,7 +17,7 @@ from deepspeed_hybrid.tools.device import has_cuda
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")
-STEPS = 3
+STEPS = 2  # the second shows what the first has taught
 SECONDS = 150
 
 without_cuda = pytest.mark.skipif(has_cuda(), reason="two processes would want two GPUs")
@@ -59,7 +59,7 @@ def test_processes_that_share_a_model_train_as_one_does(tmp_path):
 @pytest.mark.slow
 def test_processes_with_prompts_of_their_own(tmp_path):
     rows = rows_of(TORCHRUN, tmp_path / "together", "--zero-stage", 2)
-    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["step"] for row in rows] == [1, 2]
     assert all(0 < row["logprob_gap"] < 1e-5 for row in rows)
 
 
