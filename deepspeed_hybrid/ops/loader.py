@@ -38,6 +38,8 @@ TRITON_OPS = (
     "gdn_commit",
     "attention_decode",
     "attention_block",
+    "draft_attention",
+    "draft_context",
 )
 
 
