@@ -179,3 +179,75 @@ def draft_context_oracle(
             for cache, rows in zip(results, new, strict=True):
                 cache[place][layer] = rows.clamp(-448, 448) if keys.dtype == FP8 else rows
     return results
+
+
+def lanes_of(count: int, tokens: int, columns: int = 48, seed: int = 0, device: str = "cpu") -> dict:
+    """Lanes of a decode state, by its names: some parked, some with less room than a block, buffers of poison."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(high: int, low: int = 0) -> torch.Tensor:
+        return torch.randint(low, high, (count,), generator=generator)
+
+    length = drawn(columns - 2 * tokens)
+    lanes = {
+        "token": drawn(100),
+        "position": length + drawn(1000),
+        "length": length,
+        "limit": (length + drawn(2 * tokens, low=1)).clamp(max=columns),
+        "parked": drawn(4) == 0,
+        "finish": drawn(2).to(torch.uint8) * 0,
+        "seed": drawn(2**40),
+        "request": drawn(2**33),
+        "sample": drawn(8),
+        "temperature": torch.rand(count, generator=generator),
+        "top_k": drawn(50),
+        "top_p_tail": torch.rand(count, generator=generator),
+        "min_p": torch.rand(count, generator=generator),
+        "tokens": torch.full((count, columns), -5),
+        "logprobs": torch.full((count, columns), float("nan")),
+    }
+    lanes["limit"][lanes["parked"]] = 0
+    return {name: tensor.to(device) for name, tensor in lanes.items()}
+
+
+def accept_arguments(count: int, tokens: int, seed: int = 0, device: str = "cpu") -> dict:
+    """Keyword arguments of block_accept. Drafts are right up to a place drawn for each lane, and some choices end."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    lanes = lanes_of(count, tokens, seed=seed)
+    chosen = torch.randint(0, 100, (tokens, count), generator=generator)
+    right = torch.arange(tokens - 1)[:, None] < torch.randint(0, tokens, (count,), generator=generator)
+    step = torch.arange(tokens)[:, None]
+    stops = torch.rand(tokens, count, generator=generator) < 0.15
+    ended = stops | (step >= lanes["limit"] - lanes["length"] - 1) | lanes["parked"]
+    rows = {
+        "chosen": chosen.flatten(),
+        "chosen_logprobs": torch.randn(tokens * count, 1, generator=generator),
+        "ends": (stops.to(torch.uint8) + 2 * (ended & ~stops).to(torch.uint8)).flatten(),
+        "ended": ended.flatten(),
+        "drafts": torch.where(right, chosen[:-1], chosen[:-1] + 1).t(),
+    }
+    names = ("token", "position", "length", "parked", "finish", "tokens", "logprobs")
+    rows |= {name: lanes[name] for name in names}
+    return {name: tensor.to(device) for name, tensor in rows.items()}
+
+
+def accept_oracle(arguments: dict) -> torch.Tensor:
+    """The counts; what the lanes become is put in their place. Choice by choice, as decode steps make them."""
+    lane = {name: tensor.tolist() for name, tensor in arguments.items()}
+    lanes, counts = len(lane["token"]), []
+    for at in range(lanes):
+        step = 0
+        while not lane["parked"][at]:
+            row = step * lanes + at
+            column = lane["length"][at]
+            arguments["tokens"][at, column] = lane["token"][at] = lane["chosen"][row]
+            arguments["logprobs"][at, column] = lane["chosen_logprobs"][row][0]
+            lane["length"][at], lane["position"][at] = column + 1, lane["position"][at] + 1
+            lane["finish"][at], lane["parked"][at] = lane["ends"][row], lane["ended"][row]
+            step += 1
+            if step > len(lane["drafts"][at]) or lane["drafts"][at][step - 1] != lane["chosen"][row]:
+                break
+        counts.append(step)
+    for name in ("token", "position", "length", "parked", "finish"):
+        arguments[name].copy_(torch.tensor(lane[name]))
+    return torch.tensor(counts)

@@ -40,6 +40,10 @@ TRITON_OPS = (
     "attention_block",
     "draft_attention",
     "draft_context",
+    "block_inputs",
+    "block_rows",
+    "block_accept",
+    "count_reached",
 )
 
 

@@ -11,6 +11,7 @@ from deepspeed_hybrid.cache.layers import StepPlan
 from deepspeed_hybrid.cache.slot_cache import SlotCache
 from deepspeed_hybrid.compat import ModelCall
 from deepspeed_hybrid.generation.state import DecodeState
+from deepspeed_hybrid.ops.block_step import block_inputs
 from deepspeed_hybrid.ops.fused_linear import normed_linear
 from deepspeed_hybrid.speculative.draft import DFlashDraft
 from deepspeed_hybrid.speculative.draft_cache import DraftCache
@@ -55,10 +56,11 @@ class DFlashDrafter:
     Args:
         source: the model to copy; ``refresh()`` copies its weights again.
         call: the target's forward.
+        cache_dtype: of the context's keys and values: float8_e4m3fn, or None for the target's.
     """
 
-    def __init__(self, source: DFlashDraft, call: ModelCall):
-        self.source, self.call = source, call
+    def __init__(self, source: DFlashDraft, call: ModelCall, cache_dtype: torch.dtype | None = None):
+        self.source, self.call, self._cache_dtype = source, call, cache_dtype
         self.layer_ids = source.config.target_layer_ids
         self.most_tokens = source.config.block_size
         self.cache: DraftCache | None = None
@@ -79,7 +81,13 @@ class DFlashDrafter:
 
     def describe(self) -> str:
         config = self.source.config
-        return f"DFlash, {config.num_layers} layers over features of layers {list(config.target_layer_ids)}"
+        kept = "" if self._cache_dtype is None else f", kept in {str(self._cache_dtype).removeprefix('torch.')}"
+        return f"DFlash, {config.num_layers} layers over features of layers {list(config.target_layer_ids)}{kept}"
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of the context's keys and values."""
+        return self._cache_dtype or self.dtype
 
     @property
     def weight_bytes(self) -> int:
@@ -91,12 +99,12 @@ class DFlashDrafter:
         weight = self.call.embedding.weight
         if (weight.dtype, weight.device) != (self.dtype, self.device):
             self._serve()
-        self.cache = DraftCache(self.source.config, cache.slots, cache.capacity, self.dtype, self.device)
+        self.cache = DraftCache(self.source.config, cache.slots, cache.capacity, self.cache_dtype, self.device)
         cache.companions.append(self.cache)
 
     def cache_bytes(self, slots: int, capacity: int) -> int:
         config = self.source.config
-        row = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize
+        row = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.cache_dtype.itemsize
         return (slots + 1) * capacity * row
 
     def release(self) -> None:
@@ -119,10 +127,8 @@ class DFlashDrafter:
     # ----------------------------------------------------------------------------------------------------- proposals
 
     def propose(self, state: DecodeState, tokens: int, kv_length: int) -> torch.Tensor:
-        lanes, device = state.token.numel(), state.token.device
-        ids = torch.full((tokens, lanes), self.source.config.mask_token_id, dtype=torch.int64, device=device)
-        ids[0] = state.token
-        positions = state.position + torch.arange(tokens, device=device)[:, None]
+        rows = state.token, state.position, state.length, state.limit, state.parked
+        ids, positions, _, _ = block_inputs(*rows, None, self.source.config.mask_token_id, tokens)
         self._tables = self.draft.rotary(positions.flatten())
         places = min(kv_length, self.cache.capacity)
         embedding, where = self.call.embedding.weight, (state.position, state.parked)
@@ -131,4 +137,4 @@ class DFlashDrafter:
         head, eps = self.call.model.get_output_embeddings(), self.source.config.rms_norm_eps
         logits = normed_linear(scaled, squares, eps, head.weight, head.bias, False)
         # A head may have more rows than the embedding, which has to read these.
-        return logits.unflatten(0, (tokens, lanes))[1:, :, : self.call.known_ids].argmax(dim=-1).t()
+        return logits.unflatten(0, ids.shape)[1:, :, : self.call.known_ids].argmax(dim=-1).t()

@@ -111,10 +111,10 @@ class Speculation:
         if tokens == 1:
             before = state.length.clone()
             decode_step(model, cache, state, kind, kv_length, masked, choose, truncate)
-            counts = state.length - before
+            self.stats.add(1, state.length - before)
         else:
             drafts = self.drafter.propose(state, tokens, kv_length)
             logits, block = verify(model, cache, state, drafts, kv_length)
             counts = accept(state, logits, drafts, kind, choose, truncate)
+            self.stats.add(tokens, counts)
             commit(block, counts)
-        self.stats.add(tokens, counts)

@@ -278,7 +278,7 @@ def launch(
             BLOCK_D=block_d,
             BLOCK=block,
             num_warps=4,
-            num_stages=2,
+            num_stages=2 if wide else 3,
             **pdl(projected),
         )
         if not direct:
