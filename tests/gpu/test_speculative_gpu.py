@@ -110,6 +110,26 @@ def test_optimizer_steps_need_one_capture_a_length():
     assert rollout._graphs.captures == 4
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_context_in_fp8(dtype):
+    """Its guesses are almost those of the model's own dtype, and tokens are the plain path's."""
+    target, prompts = tiny_model().cuda().to(dtype), ragged_prompts(LENGTHS)
+    plain, draft = greedy(rollout_of(target), prompts, 32), tiny_draft(target).cuda()
+    caches = []
+    for option in ({}, {"draft_kv_cache_dtype": "fp8_e4m3"}):
+        rollout = speculative_rollout(target, draft, use_graph_capture=True, **option)
+        batch = greedy(rollout, prompts, 32)
+        if dtype == torch.float32:  # in 16 bits a block's products round otherwise than a single row's
+            assert_same(batch, plain)
+        caches.append(rollout._speculation.drafter.cache)
+    own, fp8 = caches
+    assert fp8.keys.dtype == torch.float8_e4m3fn and own.keys.dtype == dtype
+    for row, length in enumerate(LENGTHS):  # of prompts, which both have alike
+        for exact, rounded in ((own.keys, fp8.keys), (own.values, fp8.values)):
+            exact, rounded = exact[row, :length].float(), rounded[row, :length].float()
+            torch.testing.assert_close(rounded, exact, rtol=2**-3, atol=2**-6)
+
+
 def test_slots_that_are_taken_again_and_fewer_lanes(monkeypatch):
     monkeypatch.setattr(tail, "WORTHWHILE_STEPS", 1)
     target, prompts = tiny_model().cuda(), ragged_prompts(LENGTHS)
