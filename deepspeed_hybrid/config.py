@@ -51,6 +51,8 @@ class HybridEngineRolloutConfig:
         draft_kv_cache_dtype: of the keys and values that a draft model keeps of its context. 'fp8_e4m3': half as large
             as 16 bits, rounded as they are written, with a scale of 1; only guesses, and so speed, depend on it.
             None: the model's own.
+        draft_side_stream: in a step of a block, bring a draft model's context up to date on a stream of its own,
+            beside what follows in the step. Results are the same. On a CPU it changes nothing.
         train_consistent: decode reductions arranged like the training forward's. Not available yet.
 
     Raises:
@@ -76,6 +78,7 @@ class HybridEngineRolloutConfig:
     draft_model: object | None = None
     draft_block_size: int | str | None = None
     draft_kv_cache_dtype: str | None = None
+    draft_side_stream: bool = False
     train_consistent: bool = False
 
     def __post_init__(self) -> None:
@@ -87,7 +90,7 @@ class HybridEngineRolloutConfig:
                 "True, False or None",
             )
         inert = ("align_decode_fronts", "enable_cache_trimming")
-        for name in (*inert, "enable_profiling", "shrink_tail", "batch_invariant", "progress"):
+        for name in (*inert, "enable_profiling", "shrink_tail", "batch_invariant", "progress", "draft_side_stream"):
             _require(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
         _require(
             "train_consistent",
@@ -114,6 +117,7 @@ class HybridEngineRolloutConfig:
         if self.speculative is None:
             for name in ("draft_model", "draft_block_size", "draft_kv_cache_dtype"):
                 _require(name, getattr(self, name), getattr(self, name) is None, "None where speculative is None")
+            _require("draft_side_stream", True, not self.draft_side_stream, "False where speculative is None")
         else:
             _require("draft_model", None, self.draft_model is not None, "set where speculative is")
         _require(

@@ -14,6 +14,7 @@ from deepspeed_hybrid.paths import Paths
 from deepspeed_hybrid.speculative.controller import Controller, FixedBlock, PayingBlock
 from deepspeed_hybrid.speculative.draft import DFlashDraft
 from deepspeed_hybrid.speculative.drafter import DFlashDrafter
+from deepspeed_hybrid.speculative.side_stream import SideStream
 from deepspeed_hybrid.speculative.speculation import Speculation
 from deepspeed_hybrid.speculative.weights import load_draft
 
@@ -40,7 +41,8 @@ def make_speculation(cfg: HybridEngineRolloutConfig, paths: Paths) -> Speculatio
     layers = len(text_model(call.model).layers)
     draft.config.check_target(call.embedding.weight.shape[1], layers, call.vocab_size, call.known_ids)
     drafter = DFlashDrafter(draft, call, draft_cache_dtype(cfg.draft_kv_cache_dtype, paths.device))
-    return Speculation(drafter, block_controller(cfg.draft_block_size, draft.config.block_size))
+    side = SideStream() if cfg.draft_side_stream else None
+    return Speculation(drafter, block_controller(cfg.draft_block_size, draft.config.block_size), side)
 
 
 def draft_cache_dtype(asked: str | None, device: torch.device) -> torch.dtype | None:

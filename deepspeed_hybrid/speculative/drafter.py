@@ -64,7 +64,7 @@ class DFlashDrafter:
         self.layer_ids = source.config.target_layer_ids
         self.most_tokens = source.config.block_size
         self.cache: DraftCache | None = None
-        self._tables: Tables | None = None  # of the block that is proposed now
+        self._tables: Tables | None = None  # of the last block that was proposed
         self._serve()
 
     # ----------------------------------------------------------------------------------------------------- weights
@@ -111,17 +111,16 @@ class DFlashDrafter:
         self.cache = self._tables = None
 
     def observe(self, features: torch.Tensor, plan: StepPlan) -> None:
-        tables, self._tables = self._tables, None
         slots = None
-        if plan.block is not None:
-            position, idle = plan.block.positions.flatten(), plan.block.idle.flatten()
+        if plan.block is not None:  # which was proposed here
+            position, idle, tables = plan.block.positions.flatten(), plan.block.idle.flatten(), self._tables
         else:
-            position, idle, tables = plan.write_positions.flatten(), plan.parked, None
+            position, idle = plan.write_positions.flatten(), plan.parked
+            tables = self.draft.rotary(position)
         if plan.slots is not None:
             slots = plan.slots.repeat_interleave(plan.write_positions.shape[1])
             idle = None if plan.token_mask is None else ~plan.token_mask.flatten()
         rows = features.reshape(-1, features.shape[-1])
-        tables = tables or self.draft.rotary(position)
         self.draft.observe(rows, tables, self.cache, slots, position, idle, plan.lanes)
 
     # ----------------------------------------------------------------------------------------------------- proposals

@@ -86,6 +86,22 @@ def test_blocks_of_changing_length(kind):
             torch.testing.assert_close(mine, theirs, atol=2e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("captured", [True, False], ids=["captured", "eager"])
+def test_a_context_on_a_side_stream(captured):
+    """Tokens, and the bits of every slot, are those of one stream, over graphs of several lengths."""
+    target, prompts = tiny_model().cuda(), ragged_prompts(LENGTHS)
+    draft, outcomes = tiny_draft(target, block_size=16).cuda(), []
+    for aside in (True, False):
+        schedule = Schedule(16, 1, 4, 8)
+        rollout = speculative_rollout(target, draft, schedule, use_graph_capture=captured, draft_side_stream=aside)
+        for _ in range(3):
+            batch = run(rollout, prompts, **KINDS["seeded"])
+        outcomes.append((batch, committed(rollout)))
+    (one, mine), (other, theirs) = outcomes
+    assert torch.equal(one.input_ids, other.input_ids) and torch.equal(one.logprobs, other.logprobs)
+    assert all(torch.equal(left, right) for left, right in zip(mine, theirs, strict=True))
+
+
 def test_optimizer_steps_need_one_capture_a_length():
     """Both models are trained in place; a rollout made anew has the same tokens and the same draft context."""
     target, prompts = tiny_model().cuda(), ragged_prompts([3, 7, 5])

@@ -34,6 +34,7 @@ def target():
         (dict(draft_block_size=4), "draft_block_size must be None where speculative is None"),
         (dict(speculative="dflash", draft_model="x", draft_block_size=1), "draft_block_size must be None, an integer"),
         (dict(speculative="dflash", draft_model="x", draft_block_size=True), "draft_block_size"),
+        (dict(draft_side_stream=True), "draft_side_stream must be False where speculative is None"),
         (dict(draft_kv_cache_dtype="fp8_e4m3"), "draft_kv_cache_dtype must be None where speculative is None"),
         (dict(speculative="dflash", draft_model="x", draft_kv_cache_dtype="int4"), "draft_kv_cache_dtype.*got 'int4'"),
     ],
