@@ -39,8 +39,7 @@ def accept(
     Returns:
         [B] int64, 0 to T: tokens that came out, and so inputs to commit; 0 for parked rows.
     """
-    many = logits.shape[0] * logits.shape[1] > MOST_TRUNCATED
-    alone = kind.penalised or kind.invariant or (kind.truncated and many)  # a penalty goes by the tokens before
+    alone = kind.penalised or kind.invariant  # a penalty goes by the tokens before
     return (_one_by_one if alone else _all_at_once)(state, logits, drafts, kind, choose, truncate)
 
 
@@ -72,7 +71,7 @@ def _all_at_once(
     choose: Callable,
     truncate: Callable,
 ) -> torch.Tensor:
-    """Every choice as a row of its own, in one call, as if all drafts were right; then as many as there really are."""
+    """Every choice as a row of its own, as if all drafts were right; then as many as there really are."""
     tokens, lanes = logits.shape[:2]
     whole, real = ([getattr(state, name) for name in names] for names in (WHOLE, REAL))
     whole_rows, real_rows, parked, finish = block_rows(whole, real, state.parked, state.finish, tokens)
@@ -85,6 +84,8 @@ def _all_at_once(
         **dict(zip(WHOLE, whole_rows, strict=True)),
         **dict(zip(REAL, real_rows, strict=True)),
     )
-    advance(rows, logits.flatten(0, 1), kind, choose, truncate, None)
+    count = MOST_TRUNCATED if kind.truncated else tokens * lanes
+    for start, scores in zip(range(0, tokens * lanes, count), logits.flatten(0, 1).split(count), strict=True):
+        advance(rows.part(slice(start, start + count)), scores, kind, choose, truncate, None)
     into = state.token, state.position, state.length, state.parked, state.finish, state.tokens, state.logprobs
     return block_accept(rows.token, rows.logprobs, rows.finish, rows.parked, drafts, *into)
