@@ -15,7 +15,7 @@ from deepspeed_hybrid.ops.block_step import block_inputs
 from deepspeed_hybrid.ops.fused_linear import normed_linear
 from deepspeed_hybrid.speculative.draft import DFlashDraft
 from deepspeed_hybrid.speculative.draft_cache import DraftCache
-from deepspeed_hybrid.speculative.served_draft import ServedDraft, Tables
+from deepspeed_hybrid.speculative.served_draft import ServedDraft
 
 
 class Drafter(Protocol):
@@ -64,7 +64,6 @@ class DFlashDrafter:
         self.layer_ids = source.config.target_layer_ids
         self.most_tokens = source.config.block_size
         self.cache: DraftCache | None = None
-        self._tables: Tables | None = None  # of the last block that was proposed
         self._serve()
 
     # ----------------------------------------------------------------------------------------------------- weights
@@ -108,30 +107,28 @@ class DFlashDrafter:
         return (slots + 1) * capacity * row
 
     def release(self) -> None:
-        self.cache = self._tables = None
+        self.cache = None
 
     def observe(self, features: torch.Tensor, plan: StepPlan) -> None:
         slots = None
-        if plan.block is not None:  # which was proposed here
-            position, idle, tables = plan.block.positions.flatten(), plan.block.idle.flatten(), self._tables
+        if plan.block is not None:
+            position, idle = plan.block.positions.flatten(), plan.block.idle.flatten()
         else:
             position, idle = plan.write_positions.flatten(), plan.parked
-            tables = self.draft.rotary(position)
         if plan.slots is not None:
             slots = plan.slots.repeat_interleave(plan.write_positions.shape[1])
             idle = None if plan.token_mask is None else ~plan.token_mask.flatten()
         rows = features.reshape(-1, features.shape[-1])
-        self.draft.observe(rows, tables, self.cache, slots, position, idle, plan.lanes)
+        self.draft.observe(rows, self.cache, slots, position, idle, plan.lanes)
 
     # ----------------------------------------------------------------------------------------------------- proposals
 
     def propose(self, state: DecodeState, tokens: int, kv_length: int) -> torch.Tensor:
         rows = state.token, state.position, state.length, state.limit, state.parked
         ids, positions, _, _ = block_inputs(*rows, None, self.source.config.mask_token_id, tokens)
-        self._tables = self.draft.rotary(positions.flatten())
         places = min(kv_length, self.cache.capacity)
         embedding, where = self.call.embedding.weight, (state.position, state.parked)
-        scaled, squares = self.draft.block(ids.flatten(), self._tables, embedding, self.cache, places, *where)
+        scaled, squares = self.draft.block(ids.flatten(), positions.flatten(), embedding, self.cache, places, *where)
         # Not the head's forward: while the target generates it holds the target's last norm too.
         head, eps = self.call.model.get_output_embeddings(), self.source.config.rms_norm_eps
         logits = normed_linear(scaled, squares, eps, head.weight, head.bias, False)

@@ -23,8 +23,6 @@ from deepspeed_hybrid.speculative.draft_cache import DraftCache
 
 # Shapes: M tokens of any rows, D hidden, C features, L layers, G key heads, E dimensions of a head, R rotated ones.
 
-Tables = tuple[torch.Tensor, torch.Tensor]
-
 
 class ServedDraft:
     """A copy of a draft model.
@@ -60,7 +58,7 @@ class ServedDraft:
         packed = [tensor.data for tensor in self._context.tensors if self._context.packed_bytes]
         return [*self.model.parameters(), *packed]
 
-    def rotary(self, positions: torch.Tensor) -> Tables:
+    def _rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [M, R] of positions [M] int64, contiguous."""
         rope, dtype = self.config.rope, self.model.fc.weight.dtype
         cos, sin = rotary_tables(positions[None], self._inv_freq, rope.scaling, dtype)
@@ -69,7 +67,6 @@ class ServedDraft:
     def observe(
         self,
         features: torch.Tensor,
-        tables: Tables,
         cache: DraftCache,
         slots: torch.Tensor | None,
         position: torch.Tensor,
@@ -79,7 +76,6 @@ class ServedDraft:
         """The context's keys and values of all layers, from features [M, C] into the cache.
 
         Args:
-            tables: of ``position``.
             slots, position, idle, lanes: as of :func:`deepspeed_hybrid.ops.draft_context.draft_context`.
         """
         model, eps = self.model, self.config.rms_norm_eps
@@ -88,12 +84,13 @@ class ServedDraft:
         scaled, squares = normed_rows(hidden, model.hidden_norm.weight, 0.0, eps)
         product = normed_linear(scaled, squares, eps, self._context.weight, self._context.bias, False)
         norms = self._key_norms.data.view(self.config.num_layers, -1)
+        tables = self._rotary(position)
         draft_context(product, *tables, norms, cache.keys, cache.values, slots, position, idle, lanes, eps)
 
     def block(
         self,
         ids: torch.Tensor,
-        tables: Tables,
+        positions: torch.Tensor,
         embedding: torch.Tensor,
         cache: DraftCache,
         places: int,
@@ -104,7 +101,7 @@ class ServedDraft:
 
         Args:
             ids: [T * B] int64, in rows token by token: of the anchors, and of masks.
-            tables: of their positions.
+            positions: [T * B] int64, theirs.
             embedding: the target's, [vocabulary, D].
             places: of the cache that may hold any context.
             start, parked: as of :func:`deepspeed_hybrid.ops.draft_attention.draft_attention`.
@@ -116,6 +113,7 @@ class ServedDraft:
         config, layers, eps = self.config, self.model.layers, self.config.rms_norm_eps
         norms = [*(layer.input_layernorm.weight for layer in layers), self.model.norm.weight]
         hidden, scaled, squares = embedded_rows(ids, embedding, norms[0], 0.0, eps)
+        tables = self._rotary(positions)
         for index, layer in enumerate(layers):
             attention, inputs = layer.self_attn, self._inputs[index]
             projected = normed_linear(scaled, squares, eps, inputs.weight, inputs.bias, False)

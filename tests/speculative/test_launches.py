@@ -82,7 +82,7 @@ def test_ops_of_a_step(ops, monkeypatch, sampling, choice):
     rollout.generate(RolloutRequest(*ragged_prompts([5])), SamplingConfig(max_new_tokens=24, **sampling))
     seen, plain = watch.seen, 4 * len(target.model.layers)  # of a layer two products and two with a residual ...
     assert seen["propose"].total() == 5 + 5 * layers and seen["propose"]["argmax"] == 1
-    assert seen["observe"] == {"normed_linear": 2, "normed_rows": 1, "draft_context": 1}
+    assert seen["observe"] == {"rotary_tables": 1, "normed_linear": 2, "normed_rows": 1, "draft_context": 1}
     # ... and a mixer; the embedding, rotary tables and the head; the features
     assert seen["verify"].total() == plain + len(target.model.layers) + 3 + 1 + seen["verify"]["block_inputs"]
     assert seen["verify"]["block_inputs"] == 1
