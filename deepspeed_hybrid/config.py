@@ -11,6 +11,7 @@ SEGMENT_KINDS = ("all", "fused_glu", "fused_gdn", "fused_attention")
 BACKENDS = ("auto", "cuda", "triton", "torch")
 SPECULATIVE = ("dflash",)
 AUTO_BLOCK = "auto"  # a draft_block_size
+DRAFT_KV_CACHE_DTYPES = ("fp8_e4m3",)
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -47,6 +48,11 @@ class HybridEngineRolloutConfig:
         draft_block_size: tokens of a block, the last one chosen among them; at most the draft's own, which is None.
             'auto': as many as pay, by measured times and acceptance; where nothing pays, plain steps. Lengths then
             differ from run to run, and the last bits of logprobs with them.
+        draft_kv_cache_dtype: of the keys and values that a draft model keeps of its context. 'fp8_e4m3': half as large
+            as 16 bits, rounded as they are written, with a scale of 1; only guesses, and so speed, depend on it.
+            None: the model's own.
+        draft_side_stream: in a step of a block, bring a draft model's context up to date on a stream of its own,
+            beside what follows in the step. Results are the same. On a CPU it changes nothing.
         train_consistent: decode reductions arranged like the training forward's. Not available yet.
 
     Raises:
@@ -71,6 +77,8 @@ class HybridEngineRolloutConfig:
     speculative: str | None = None
     draft_model: object | None = None
     draft_block_size: int | str | None = None
+    draft_kv_cache_dtype: str | None = None
+    draft_side_stream: bool = False
     train_consistent: bool = False
 
     def __post_init__(self) -> None:
@@ -82,7 +90,7 @@ class HybridEngineRolloutConfig:
                 "True, False or None",
             )
         inert = ("align_decode_fronts", "enable_cache_trimming")
-        for name in (*inert, "enable_profiling", "shrink_tail", "batch_invariant", "progress"):
+        for name in (*inert, "enable_profiling", "shrink_tail", "batch_invariant", "progress", "draft_side_stream"):
             _require(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
         _require(
             "train_consistent",
@@ -107,8 +115,9 @@ class HybridEngineRolloutConfig:
             f"None or one of {SPECULATIVE}",
         )
         if self.speculative is None:
-            for name in ("draft_model", "draft_block_size"):
+            for name in ("draft_model", "draft_block_size", "draft_kv_cache_dtype"):
                 _require(name, getattr(self, name), getattr(self, name) is None, "None where speculative is None")
+            _require("draft_side_stream", True, not self.draft_side_stream, "False where speculative is None")
         else:
             _require("draft_model", None, self.draft_model is not None, "set where speculative is")
         _require(
@@ -116,6 +125,12 @@ class HybridEngineRolloutConfig:
             self.draft_block_size,
             self.draft_block_size in (None, AUTO_BLOCK) or is_integer(self.draft_block_size, 2),
             f"None, an integer of at least 2 or {AUTO_BLOCK!r}",
+        )
+        _require(
+            "draft_kv_cache_dtype",
+            self.draft_kv_cache_dtype,
+            self.draft_kv_cache_dtype is None or self.draft_kv_cache_dtype in DRAFT_KV_CACHE_DTYPES,
+            f"None or one of {DRAFT_KV_CACHE_DTYPES}",
         )
         dtype = getattr(torch, self.state_dtype, None) if isinstance(self.state_dtype, str) else self.state_dtype
         _require("state_dtype", self.state_dtype, dtype in STATE_DTYPES, f"one of {STATE_DTYPES} or its name")

@@ -5,6 +5,7 @@
 
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from deepspeed_hybrid.compat import text_model
@@ -13,9 +14,11 @@ from deepspeed_hybrid.paths import Paths
 from deepspeed_hybrid.speculative.controller import Controller, FixedBlock, PayingBlock
 from deepspeed_hybrid.speculative.draft import DFlashDraft
 from deepspeed_hybrid.speculative.drafter import DFlashDrafter
+from deepspeed_hybrid.speculative.side_stream import SideStream
 from deepspeed_hybrid.speculative.speculation import Speculation
 from deepspeed_hybrid.speculative.weights import load_draft
 
+FP8_CAPABILITY = (8, 9)
 LENGTHS = (1, 4, 8, 16)  # to choose from with draft_block_size='auto'
 
 
@@ -37,7 +40,26 @@ def make_speculation(cfg: HybridEngineRolloutConfig, paths: Paths) -> Speculatio
     call = paths.call
     layers = len(text_model(call.model).layers)
     draft.config.check_target(call.embedding.weight.shape[1], layers, call.vocab_size, call.known_ids)
-    return Speculation(DFlashDrafter(draft, call), block_controller(cfg.draft_block_size, draft.config.block_size))
+    drafter = DFlashDrafter(draft, call, draft_cache_dtype(cfg.draft_kv_cache_dtype, paths.device))
+    side = SideStream() if cfg.draft_side_stream else None
+    return Speculation(drafter, block_controller(cfg.draft_block_size, draft.config.block_size), side)
+
+
+def draft_cache_dtype(asked: str | None, device: torch.device) -> torch.dtype | None:
+    """Of a draft model's keys and values; None: the model's own.
+
+    Raises:
+        RuntimeError: the device does not have it.
+    """
+    if asked is None:
+        return None
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        wanted, found = (".".join(map(str, one)) for one in (FP8_CAPABILITY, torch.cuda.get_device_capability(device)))
+        raise RuntimeError(
+            f"draft_kv_cache_dtype={asked!r} cannot be honoured: {torch.cuda.get_device_name(device)} has compute "
+            f"capability {found}, and fp8 wants {wanted}"
+        )
+    return torch.float8_e4m3fn
 
 
 def block_controller(asked: int | str | None, most: int) -> Controller:

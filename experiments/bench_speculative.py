@@ -27,7 +27,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from deepspeed_hybrid.compat import text_config
-from deepspeed_hybrid.config import HybridEngineRolloutConfig
+from deepspeed_hybrid.config import DRAFT_KV_CACHE_DTYPES, HybridEngineRolloutConfig
 from deepspeed_hybrid.generation.batch import SamplingConfig
 from deepspeed_hybrid.rollout import HybridEngineRollout
 from deepspeed_hybrid.speculative.config import DraftConfig
@@ -128,12 +128,14 @@ class Measured:
 
     Args:
         draft: None: a plain one.
+        settings: of the rollout, beside these.
     """
 
-    def __init__(self, model: nn.Module, draft: DFlashDraft | None, tokens: int, rate: float):
+    def __init__(self, model: nn.Module, draft: DFlashDraft | None, tokens: int, rate: float, **settings):
         speculative = {} if draft is None else {"speculative": "dflash", "draft_model": draft}
+        settings |= dict(continuous_cache_capacity=tokens, shrink_tail=False, **speculative)
         # Without a profile, which would wait for the device between steps.
-        options = HybridEngineRolloutConfig(continuous_cache_capacity=tokens, shrink_tail=False, **speculative)
+        options = HybridEngineRolloutConfig(**settings)
         engine, tokenizer = SimpleNamespace(module=model), SimpleNamespace(pad_token_id=0, eos_token_id=None)
         self.rollout, self.marks = HybridEngineRollout(engine, tokenizer, options), []
         arena, begin = self.rollout._arena, self.rollout._arena.begin
@@ -202,6 +204,9 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, nargs="+", default=[4, 8, 16], choices=range(2, LONGEST + 1))
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--capacity", type=int, default=0, help="tokens a slot has room for, at the least")
+    parser.add_argument("--draft-kv-cache-dtype", choices=DRAFT_KV_CACHE_DTYPES)
+    parser.add_argument("--draft-side-stream", action="store_true")
     parser.add_argument("--out", type=Path, help="JSON file to write, after every row")
     parser.add_argument("--plot", type=Path, help="PNG of the gain by rows")
     options = parser.parse_args()
@@ -215,7 +220,9 @@ def main() -> None:
         draft = DFlashDraft(draft_config(text_config(model))).to(next(model.parameters()).dtype).requires_grad_(False)
     rate = rate_for(PUBLISHED[0])
     capacity = options.prompt + round(PUBLISHED[0] * (SKIPPED + options.steps)) + 2 * LONGEST
-    plain, speculative = Measured(model, None, capacity, rate), Measured(model, draft, capacity, rate)
+    capacity = max(capacity, options.capacity)
+    settings = {name: getattr(options, name) for name in ("draft_kv_cache_dtype", "draft_side_stream")}
+    plain, speculative = Measured(model, None, capacity, rate), Measured(model, draft, capacity, rate, **settings)
     request = random_request(1, options.prompt, model, seed=0)
     rows: list[dict] = []
 

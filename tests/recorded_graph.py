@@ -42,7 +42,7 @@ class RecordedGraph:
         with torch.no_grad():
             for function, args, kwargs, outputs in self.calls:
                 fresh = function(*args, **kwargs)
-                if all(returned.alias_info is None for returned in function._schema.returns):
+                if outputs is not None and all(one.alias_info is None for one in function._schema.returns):
                     for target, source in zip(tree_leaves(outputs), tree_leaves(fresh), strict=True):
                         target.copy_(source)
 

@@ -108,8 +108,12 @@ class DecodeState:
 
     def lanes(self, count: int) -> "DecodeState":
         """The first ``count`` rows, as views."""
+        return self.part(slice(count))
+
+    def part(self, rows: slice) -> "DecodeState":
+        """Some of the rows, as views."""
         return DecodeState(
-            **{name: value if name == "stop_ids" or value is None else value[:count] for name, value in self._items()}
+            **{name: value if name == "stop_ids" or value is None else value[rows] for name, value in self._items()}
         )
 
     def store(self, slots: torch.Tensor, rows: "DecodeState") -> None:

@@ -38,6 +38,12 @@ TRITON_OPS = (
     "gdn_commit",
     "attention_decode",
     "attention_block",
+    "draft_attention",
+    "draft_context",
+    "block_inputs",
+    "block_rows",
+    "block_accept",
+    "count_reached",
 )
 
 

@@ -15,9 +15,8 @@ import torch
 from deepspeed_hybrid.generation.sampling import SamplingKind
 from deepspeed_hybrid.generation.state import DecodeState
 from deepspeed_hybrid.generation.step import advance
+from deepspeed_hybrid.ops.block_step import REAL, WHOLE, block_accept, block_rows
 
-# Of a row, what all of its choices have in common.
-COMMON = ("limit", "seed", "request", "sample", "temperature", "top_k", "top_p_tail", "min_p")
 MOST_TRUNCATED = 64  # rows whose truncated scores, which are fp32, are made at once
 
 
@@ -40,8 +39,7 @@ def accept(
     Returns:
         [B] int64, 0 to T: tokens that came out, and so inputs to commit; 0 for parked rows.
     """
-    many = logits.shape[0] * logits.shape[1] > MOST_TRUNCATED
-    alone = kind.penalised or kind.invariant or (kind.truncated and many)  # a penalty goes by the tokens before
+    alone = kind.penalised or kind.invariant  # a penalty goes by the tokens before
     return (_one_by_one if alone else _all_at_once)(state, logits, drafts, kind, choose, truncate)
 
 
@@ -73,37 +71,21 @@ def _all_at_once(
     choose: Callable,
     truncate: Callable,
 ) -> torch.Tensor:
-    """Every choice as a row of its own, in one call, as if all drafts were right; then as many as there really are."""
+    """Every choice as a row of its own, as if all drafts were right; then as many as there really are."""
     tokens, lanes = logits.shape[:2]
-    index = torch.arange(tokens, device=logits.device)[:, None]
+    whole, real = ([getattr(state, name) for name in names] for names in (WHOLE, REAL))
+    whole_rows, real_rows, parked, finish = block_rows(whole, real, state.parked, state.finish, tokens)
     rows = replace(
         state,
-        token=state.token.repeat(tokens),
-        position=(state.position + index).flatten(),
-        length=(state.length + index).flatten(),
-        parked=(state.parked | (index >= state.limit - state.length)).flatten(),
-        finish=state.finish.repeat(tokens),
-        tokens=state.tokens.new_zeros(tokens * lanes, 1),  # what is chosen beyond a buffer's end is at its end
-        logprobs=state.logprobs.new_zeros(tokens * lanes, 1),
-        **{name: getattr(state, name).repeat(tokens) for name in COMMON},
+        parked=parked,
+        finish=finish,
+        tokens=state.tokens.new_empty(tokens * lanes, 1),  # what is chosen beyond a buffer's end is at its end
+        logprobs=state.logprobs.new_empty(tokens * lanes, 1),
+        **dict(zip(WHOLE, whole_rows, strict=True)),
+        **dict(zip(REAL, real_rows, strict=True)),
     )
-    advance(rows, logits.flatten(0, 1), kind, choose, truncate, None)
-    chosen, logprobs, finish, ended = (
-        part.view(tokens, lanes) for part in (rows.token, rows.logprobs, rows.finish, rows.parked)
-    )
-
-    right = (chosen[:-1] == drafts.t()) & ~ended[:-1]
-    counts = (1 + right.long().cumprod(dim=0).sum(dim=0)).masked_fill(state.parked, 0)
-    last = (counts - 1).clamp(min=0)[None]
-    # Behind the last that came out it comes again, to the same place.
-    taken = torch.minimum(index, last)
-    columns = (state.length + taken).clamp(max=state.tokens.shape[1] - 1).t()
-    for buffer, values in ((state.tokens, chosen), (state.logprobs, logprobs)):
-        kept = buffer.gather(1, columns)
-        buffer.scatter_(1, columns, torch.where(state.parked[:, None], kept, values.gather(0, taken).t()))
-    for buffer, values in ((state.token, chosen), (state.finish, finish)):
-        buffer.copy_(torch.where(state.parked, buffer, values.gather(0, last)[0]))
-    state.position.add_(counts)
-    state.length.add_(counts)
-    state.parked.logical_or_(ended.gather(0, last)[0])
-    return counts
+    count = MOST_TRUNCATED if kind.truncated else tokens * lanes
+    for start, scores in zip(range(0, tokens * lanes, count), logits.flatten(0, 1).split(count), strict=True):
+        advance(rows.part(slice(start, start + count)), scores, kind, choose, truncate, None)
+    into = state.token, state.position, state.length, state.parked, state.finish, state.tokens, state.logprobs
+    return block_accept(rows.token, rows.logprobs, rows.finish, rows.parked, drafts, *into)

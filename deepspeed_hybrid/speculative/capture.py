@@ -25,8 +25,7 @@ class FeatureCapture:
     def __init__(self, layer_ids: tuple[int, ...], consume: Callable[[torch.Tensor], None]):
         self.layer_ids, self.consume = layer_ids, consume
         self._last = max(layer_ids)
-        self._buffer: torch.Tensor | None = None
-        self._seen = 0
+        self._parts: dict[int, torch.Tensor] = {}  # by column
 
     @contextmanager
     def on(self, layers: nn.ModuleList) -> Iterator[None]:
@@ -39,21 +38,15 @@ class FeatureCapture:
         finally:
             for handle in handles:
                 handle.remove()
-            self._buffer, self._seen = None, 0
+            self._parts = {}
 
     def _take(self, column: int, index: int, module: nn.Module, inputs, output) -> None:
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpointed layer, run once more by a backward pass
-        hidden = (output[0] if isinstance(output, tuple) else output).detach()  # else the buffer keeps every graph
-        width = hidden.shape[-1]
-        shape = (*hidden.shape[:-1], width * len(self.layer_ids))
-        if self._buffer is None or self._buffer.shape != shape or self._buffer.dtype != hidden.dtype:
-            self._buffer, self._seen = hidden.new_empty(shape), 0
-        self._buffer[..., column * width : (column + 1) * width] = hidden
-        self._seen += 1
+        hidden = output[0] if isinstance(output, tuple) else output
+        self._parts[column] = hidden.detach()  # else the features keep every graph
         if index == self._last:
-            seen, self._seen = self._seen, 0
-            if seen != len(self.layer_ids):
-                raise RuntimeError(f"{seen} of {len(self.layer_ids)} features were seen in a forward")
-            buffer, self._buffer = self._buffer, None  # a captured forward's memory is not to be written by others
-            self.consume(buffer)
+            parts, self._parts = self._parts, {}
+            if len(parts) != len(self.layer_ids):
+                raise RuntimeError(f"{len(parts)} of {len(self.layer_ids)} features were seen in a forward")
+            self.consume(torch.cat([parts[place] for place in range(len(parts))], dim=-1))

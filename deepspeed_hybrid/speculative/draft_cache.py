@@ -9,14 +9,14 @@ from deepspeed_hybrid.speculative.config import DraftConfig
 
 
 class DraftCache:
-    """[slots + 1, capacity, L, G, E] keys and values; the last slot is scratch.
+    """``keys`` and ``values`` [slots + 1, capacity, L, G, E]; the last slot is scratch.
 
-    A slot holds context rows at the positions of the target's committed tokens, and behind them the block of the last
-    proposal, which the context of the tokens at those positions overwrites. Nothing is cropped or moved.
+    A slot holds context rows at the positions of the target's committed tokens. What is behind them, such as rows of
+    tokens that were not accepted, is overwritten before it is read. Nothing is cropped or moved.
 
     Args:
         slots: of the target's cache.
-        capacity: positions of a slot: the target's, and a block beyond them.
+        capacity: positions of a slot: the target's.
     """
 
     def __init__(self, config: DraftConfig, slots: int, capacity: int, dtype: torch.dtype, device: torch.device):
@@ -25,34 +25,7 @@ class DraftCache:
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
 
-    def write(self, slots: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Rows [B, T, L, G, E] of all layers, to positions [B, T] of slots [B] or [B, T] (int64 both)."""
-        where = (slots[:, None].expand_as(positions) if slots.dim() == 1 else slots, positions)
-        self._store(self.keys, where, keys)
-        self._store(self.values, where, values)
-
-    def write_layer(
-        self, layer: int, slots: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> None:
-        """Rows [B, T, G, E] of one layer, to positions [B, T] of slots [B]."""
-        where = (slots[:, None].expand_as(positions), positions)
-        self._store(self.keys[:, :, layer], where, keys)
-        self._store(self.values[:, :, layer], where, values)
-
-    def read_layer(self, layer: int, lanes: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first positions of the first slots, [lanes, length, G, E], as views."""
-        return self.keys[:lanes, :length, layer], self.values[:lanes, :length, layer]
-
-    def clear(self, slots: torch.Tensor) -> None:
-        """Zeros: masked values are still multiplied, and a NaN that an earlier row left would spread."""
-        self.keys.index_fill_(0, slots, 0.0)
-        self.values.index_fill_(0, slots, 0.0)
-
-    @staticmethod
-    def _store(buffer: torch.Tensor, where: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor) -> None:
-        if rows.dtype != buffer.dtype:
-            raise RuntimeError(f"a draft cache of {buffer.dtype} cannot take rows of {rows.dtype}")
-        buffer[where] = rows
-
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {"draft_keys": self.keys, "draft_values": self.values}
+        """To copy slots of. fp8 goes as bytes, which torch copies by index everywhere."""
+        named = {"draft_keys": self.keys, "draft_values": self.values}
+        return {name: one.view(torch.uint8) if one.element_size() == 1 else one for name, one in named.items()}

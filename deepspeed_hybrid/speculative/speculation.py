@@ -22,6 +22,7 @@ from deepspeed_hybrid.speculative.accept import accept
 from deepspeed_hybrid.speculative.capture import FeatureCapture
 from deepspeed_hybrid.speculative.controller import Controller
 from deepspeed_hybrid.speculative.drafter import Drafter
+from deepspeed_hybrid.speculative.side_stream import SideStream
 from deepspeed_hybrid.speculative.stats import SpeculationStats
 from deepspeed_hybrid.speculative.verify import commit, verify
 
@@ -32,10 +33,11 @@ class Speculation:
     Args:
         drafter: what proposes.
         controller: says how many tokens the next block has; 1 is a plain step, in which the drafter's context follows.
+        side: a stream for the drafter's context, beside what follows in a step; None: the step's own.
     """
 
-    def __init__(self, drafter: Drafter, controller: Controller):
-        self.drafter, self.controller = drafter, controller
+    def __init__(self, drafter: Drafter, controller: Controller, side: SideStream | None = None):
+        self.drafter, self.controller, self.side = drafter, controller, side
         self.stats = SpeculationStats()
         self._cache: SlotCache | None = None
 
@@ -75,7 +77,12 @@ class Speculation:
             yield
 
     def _observe(self, features: torch.Tensor) -> None:
-        self.drafter.observe(features, self._cache.holder.plan)
+        plan = self._cache.holder.plan
+        if self.side is None or plan.block is None:  # a prompt's, or a plain step's
+            self.drafter.observe(features, plan)
+            return
+        with self.side.branch(features):
+            self.drafter.observe(features, plan)
 
     def disturb(self) -> None:
         """What takes time beside steps: prompts, or a caller between rows."""
@@ -111,10 +118,14 @@ class Speculation:
         if tokens == 1:
             before = state.length.clone()
             decode_step(model, cache, state, kind, kv_length, masked, choose, truncate)
-            counts = state.length - before
-        else:
-            drafts = self.drafter.propose(state, tokens, kv_length)
+            self.stats.add(1, state.length - before)
+            return
+        drafts = self.drafter.propose(state, tokens, kv_length)
+        try:
             logits, block = verify(model, cache, state, drafts, kv_length)
             counts = accept(state, logits, drafts, kind, choose, truncate)
+            self.stats.add(tokens, counts)
             commit(block, counts)
-        self.stats.add(tokens, counts)
+        finally:
+            if self.side is not None:
+                self.side.join()

@@ -5,6 +5,8 @@
 
 import torch
 
+from deepspeed_hybrid.ops.block_step import count_reached
+
 
 class SpeculationStats:
     """Counts on the device, at addresses that stay, so that captured steps add to them; read at the end of a call."""
@@ -27,8 +29,7 @@ class SpeculationStats:
 
     def add(self, tokens: int, counts: torch.Tensor) -> None:
         """A step of ``tokens``, out of which came ``counts`` [B] int64 for its rows; 0 for parked ones."""
-        places = torch.arange(tokens, device=counts.device)[:, None]
-        self.reached[tokens] += (counts > places).sum(dim=1)
+        count_reached(counts, self.reached[tokens])
 
     def summary(self) -> dict:
         """Waits for the device.

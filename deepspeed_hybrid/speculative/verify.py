@@ -15,6 +15,7 @@ from deepspeed_hybrid.cache.layers import BlockPlan, StepPlan
 from deepspeed_hybrid.cache.slot_cache import SlotCache
 from deepspeed_hybrid.compat import ModelCall
 from deepspeed_hybrid.generation.state import DecodeState
+from deepspeed_hybrid.ops.block_step import block_inputs
 
 
 def verify(
@@ -32,22 +33,20 @@ def verify(
         a token, its logits mean nothing.
     """
     lanes, tokens = drafts.shape[0], drafts.shape[1] + 1
-    steps = torch.arange(tokens, device=drafts.device)[:, None]
-    positions = state.position + steps
-    counts = (state.limit - state.length).clamp(0, tokens).masked_fill(state.parked, 0)
-    block = BlockPlan(tokens=tokens, positions=positions, idle=steps >= counts, counts=counts)
+    rows = state.token, state.position, state.length, state.limit, state.parked
+    ids, positions, idle, counts = block_inputs(*rows, drafts, 0, tokens)
+    block = BlockPlan(tokens=tokens, positions=positions, idle=idle, counts=counts)
     plan = StepPlan(
         lanes=lanes,
         slots=None,
         kv_length=kv_length,
         parked=state.parked,
-        write_positions=positions.reshape(-1, 1),
+        write_positions=positions.view(-1, 1),
         before=state.position,
         block=block,
     )
-    ids = torch.cat([state.token[:, None], drafts], dim=1)
     with cache.planned(plan):
-        logits = model.logits(ids.t().reshape(-1, 1), positions.reshape(-1, 1), None, cache)
+        logits = model.logits(ids.view(-1, 1), positions.view(-1, 1), None, cache)
     return logits.unflatten(0, (tokens, lanes)), block
 
 

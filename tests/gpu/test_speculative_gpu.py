@@ -86,6 +86,22 @@ def test_blocks_of_changing_length(kind):
             torch.testing.assert_close(mine, theirs, atol=2e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("captured", [True, False], ids=["captured", "eager"])
+def test_a_context_on_a_side_stream(captured):
+    """Tokens, and the bits of every slot, are those of one stream, over graphs of several lengths."""
+    target, prompts = tiny_model().cuda(), ragged_prompts(LENGTHS)
+    draft, outcomes = tiny_draft(target, block_size=16).cuda(), []
+    for aside in (True, False):
+        schedule = Schedule(16, 1, 4, 8)
+        rollout = speculative_rollout(target, draft, schedule, use_graph_capture=captured, draft_side_stream=aside)
+        for _ in range(3):
+            batch = run(rollout, prompts, **KINDS["seeded"])
+        outcomes.append((batch, committed(rollout)))
+    (one, mine), (other, theirs) = outcomes
+    assert torch.equal(one.input_ids, other.input_ids) and torch.equal(one.logprobs, other.logprobs)
+    assert all(torch.equal(left, right) for left, right in zip(mine, theirs, strict=True))
+
+
 def test_optimizer_steps_need_one_capture_a_length():
     """Both models are trained in place; a rollout made anew has the same tokens and the same draft context."""
     target, prompts = tiny_model().cuda(), ragged_prompts([3, 7, 5])
@@ -108,6 +124,26 @@ def test_optimizer_steps_need_one_capture_a_length():
         optimizer.step()
         rollout.sync_weights(step)
     assert rollout._graphs.captures == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_context_in_fp8(dtype):
+    """Its guesses are almost those of the model's own dtype, and tokens are the plain path's."""
+    target, prompts = tiny_model().cuda().to(dtype), ragged_prompts(LENGTHS)
+    plain, draft = greedy(rollout_of(target), prompts, 32), tiny_draft(target).cuda()
+    caches = []
+    for option in ({}, {"draft_kv_cache_dtype": "fp8_e4m3"}):
+        rollout = speculative_rollout(target, draft, use_graph_capture=True, **option)
+        batch = greedy(rollout, prompts, 32)
+        if dtype == torch.float32:  # in 16 bits a block's products round otherwise than a single row's
+            assert_same(batch, plain)
+        caches.append(rollout._speculation.drafter.cache)
+    own, fp8 = caches
+    assert fp8.keys.dtype == torch.float8_e4m3fn and own.keys.dtype == dtype
+    for row, length in enumerate(LENGTHS):  # of prompts, which both have alike
+        for exact, rounded in ((own.keys, fp8.keys), (own.values, fp8.values)):
+            exact, rounded = exact[row, :length].float(), rounded[row, :length].float()
+            torch.testing.assert_close(rounded, exact, rtol=2**-3, atol=2**-6)
 
 
 def test_slots_that_are_taken_again_and_fewer_lanes(monkeypatch):

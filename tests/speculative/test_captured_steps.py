@@ -115,7 +115,7 @@ def test_weights_of_now_at_addresses_that_stay(accelerator):
     for step in range(4):
         outputs.append(greedy(rollout, prompts, 12))
         assert_same(outputs[-1], greedy(rollout_of(target), prompts, 12))
-        held = [*rollout._arena.cache.buffers(), *drafter.draft.parameters(), drafter._weight, drafter._key_norms]
+        held = [*rollout._arena.cache.buffers(), *drafter.draft.tensors()]
         held += rollout._speculation.stats.reached.values()
         addresses.append([buffer.data_ptr() for buffer in held])
         generator = torch.Generator().manual_seed(step)

@@ -15,7 +15,7 @@ from speculative_cases import draft_config, speculative_rollout, tiny_draft
 from deepspeed_hybrid import HybridEngineRollout, HybridEngineRolloutConfig
 from deepspeed_hybrid.compat import text_model
 from deepspeed_hybrid.generation.arena import PLAIN
-from deepspeed_hybrid.speculation import speculation_obstacle
+from deepspeed_hybrid.speculation import draft_cache_dtype, speculation_obstacle
 from deepspeed_hybrid.speculative.draft import DFlashDraft
 
 
@@ -34,6 +34,9 @@ def target():
         (dict(draft_block_size=4), "draft_block_size must be None where speculative is None"),
         (dict(speculative="dflash", draft_model="x", draft_block_size=1), "draft_block_size must be None, an integer"),
         (dict(speculative="dflash", draft_model="x", draft_block_size=True), "draft_block_size"),
+        (dict(draft_side_stream=True), "draft_side_stream must be False where speculative is None"),
+        (dict(draft_kv_cache_dtype="fp8_e4m3"), "draft_kv_cache_dtype must be None where speculative is None"),
+        (dict(speculative="dflash", draft_model="x", draft_kv_cache_dtype="int4"), "draft_kv_cache_dtype.*got 'int4'"),
     ],
 )
 def test_settings(options, named):
@@ -100,6 +103,16 @@ def test_a_model_split_over_processes(target):
     assert speculation_obstacle(rollout._paths) is None
     shared = replace(rollout._paths, peers=SimpleNamespace(group="peers", count=2))
     assert speculation_obstacle(shared) == "2 ranks share the model (tensor parallel)"
+
+
+def test_fp8_on_a_card_without_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an A100")
+    with pytest.raises(RuntimeError, match="draft_kv_cache_dtype='fp8_e4m3' cannot.*an A100 has .* 8.0, and .* 8.9"):
+        draft_cache_dtype("fp8_e4m3", torch.device("cuda"))
+    assert draft_cache_dtype(None, torch.device("cuda")) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert draft_cache_dtype("fp8_e4m3", torch.device("cuda")) == torch.float8_e4m3fn
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -251,6 +251,6 @@ def test_policy_and_draft_train_in_turn(make_engine):
         engine.step()
         trainer.update(rows, seen[0])
         rollout.sync_weights(step + 1)
-        served = SimpleNamespace(draft=rollout._speculation.drafter.draft)
+        served = SimpleNamespace(draft=rollout._speculation.drafter.draft.model)
         for mine, theirs in zip(served.draft.parameters(), draft.parameters(), strict=True):
             assert torch.equal(mine, theirs)
