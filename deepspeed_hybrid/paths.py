@@ -36,6 +36,7 @@ from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves, fu
 from deepspeed_hybrid.ops.gated_heads import gated_heads
 from deepspeed_hybrid.ops.gated_norm import gated_norm
 from deepspeed_hybrid.ops.gdn_block import gdn_block, gdn_block_reference, gdn_commit, gdn_commit_reference
+from deepspeed_hybrid.ops.gdn_chunks import gdn_chunks
 from deepspeed_hybrid.ops.gdn_conv import gdn_conv
 from deepspeed_hybrid.ops.gdn_decode import gdn_decode, gdn_decode_reference
 from deepspeed_hybrid.ops.gdn_gates import gdn_gates, gdn_gates_reference
@@ -298,7 +299,8 @@ def prompt_ops(device: torch.device, backend: str, off: dict[str, str]) -> Promp
     if obstacle:
         off["prompt ops"] = obstacle
         return MODELS_OWN
-    return PromptOps(gdn_conv, fused_linear.normed_rows, gated_norm, rotary_tables, prompt_heads, gated_heads)
+    norms = fused_linear.normed_rows, gated_norm
+    return PromptOps(gdn_conv, gdn_chunks, *norms, rotary_tables, prompt_heads, gated_heads)
 
 
 def _triton_off(backend: str) -> str | None:

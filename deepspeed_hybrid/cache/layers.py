@@ -132,7 +132,7 @@ class SlotGdnLayer(LinearAttentionLayer):
     """Conv window [slots + 1, channels, kernel] and recurrent state [slots + 1, v_heads, k_dim, v_dim].
 
     The window keeps the projection's dtype, the recurrent state ``state_dtype``. It is a ring: the token at position p
-    is in column p % kernel. :meth:`read` and :meth:`write` have it in the order of time, the latest token last.
+    is in column p % kernel. What is read and written has it in the order of time, the latest token last.
     """
 
     def __init__(self, holder: PlanHolder, slots: int, state_dtype: torch.dtype):
@@ -149,24 +149,29 @@ class SlotGdnLayer(LinearAttentionLayer):
         self.window = torch.zeros(rows, projected.shape[-1], kernel_size, dtype=projected.dtype, device=device)
         self.state = torch.zeros(rows, *state_shape, dtype=self.state_dtype, device=device)
 
-    def read(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Window [B, channels, kernel] and state [B, v_heads, k_dim, v_dim] before the planned tokens; no state, which
-        is zeros, before the first of a sequence."""
+    def read_window(self) -> torch.Tensor | None:
+        """[B, channels, kernel] before the planned tokens; None, for zeros, before the first of a sequence."""
         plan = self.holder.plan
-        if plan.slots is None:
-            return self._in_time(self.window[: plan.lanes]), self.state[: plan.lanes]
         if plan.first:
-            return self.window.new_zeros(plan.lanes, *self.window.shape[1:]), None
-        ring, state = self.window.index_select(0, plan.slots), self.state.index_select(0, plan.slots)
-        return self._in_time(ring), state
+            return None
+        return self._in_time(
+            self.window[: plan.lanes] if plan.slots is None else self.window.index_select(0, plan.slots)
+        )
+
+    def read_state(self) -> torch.Tensor | None:
+        """[B, v_heads, k_dim, v_dim], likewise."""
+        plan = self.holder.plan
+        if plan.first:
+            return None
+        return self.state[: plan.lanes] if plan.slots is None else self.state.index_select(0, plan.slots)
 
     def _in_time(self, ring: torch.Tensor) -> torch.Tensor:
         holder, kernel = self.holder, ring.shape[-1]
         order = holder.once(("window", kernel), lambda: window_order(holder.plan.before, kernel))
         return ring.gather(2, order.expand(ring.shape))
 
-    def write(self, window: torch.Tensor, state: torch.Tensor) -> None:
-        """Store what :meth:`read` returns next time."""
+    def write_window(self, window: torch.Tensor) -> None:
+        """Store what :meth:`read_window` returns next time."""
         plan = self.holder.plan
         kernel = window.shape[-1]
         order = self.holder.once(("ring", kernel), lambda: ring_order(plan.lengths(), kernel))
@@ -174,11 +179,16 @@ class SlotGdnLayer(LinearAttentionLayer):
         if plan.slots is None:
             before = self.window[: plan.lanes]
             torch.where(plan.parked[:, None, None], before, ring, out=before)
-            if state.data_ptr() != self.state.data_ptr():  # else it was updated in place
-                self.state[: plan.lanes].copy_(state)
         else:
             self.window.index_copy_(0, plan.slots, ring)
+
+    def write_state(self, state: torch.Tensor) -> None:
+        """Store what :meth:`read_state` returns next time."""
+        plan = self.holder.plan
+        if plan.slots is not None:
             self.state.index_copy_(0, plan.slots, state.to(self.state_dtype))
+        elif state.data_ptr() != self.state.data_ptr():  # else it was updated in place
+            self.state[: plan.lanes].copy_(state)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {} if self.window is None else {"gdn_conv": self.window, "gdn_state": self.state}

@@ -20,6 +20,7 @@ class PromptOps:
     """The ops of a prompt's forward, by the names of deepspeed_hybrid.ops; None: the model's own code runs."""
 
     gdn_conv: Callable | None = None
+    gdn_chunks: Callable | None = None
     normed_rows: Callable | None = None
     gated_norm: Callable | None = None
     rotary_tables: Callable | None = None

@@ -36,6 +36,7 @@ from deepspeed_hybrid.compat import text_model
 from deepspeed_hybrid.ops.fused_linear import normed_rows, normed_rows_reference
 from deepspeed_hybrid.ops.gated_heads import gated_heads, gated_heads_reference
 from deepspeed_hybrid.ops.gated_norm import gated_norm, gated_norm_reference
+from deepspeed_hybrid.ops.gdn_chunks import gdn_chunks, gdn_chunks_reference
 from deepspeed_hybrid.ops.gdn_conv import gdn_conv, gdn_conv_reference
 from deepspeed_hybrid.ops.prompt_heads import prompt_heads, prompt_heads_reference
 from deepspeed_hybrid.ops.rotary_tables import rotary_tables, rotary_tables_reference
@@ -58,6 +59,7 @@ def with_ops(rollout: HybridEngineRollout) -> list[Counter]:
 
     injection.prompt = PromptOps(
         partial(counted, "gdn_conv", gdn_conv_reference),
+        partial(counted, "gdn_chunks", gdn_chunks_reference),
         partial(counted, "normed_rows", normed_rows_reference),
         partial(counted, "gated_norm", gated_norm_reference),
         partial(counted, "rotary_tables", rotary_tables_reference),
@@ -80,7 +82,7 @@ def counts_of(model: nn.Module) -> Counter:
             counts.update(prompt_heads=1, gated_heads=int(gated))
         counts.update(normed_rows=4 if hasattr(attention, "q_norm") and not chained else 2)
         if hasattr(layer, "linear_attn"):
-            counts.update(gdn_conv=1, gated_norm=1)
+            counts.update(gdn_conv=1, gdn_chunks=1, gated_norm=1)
     return counts
 
 
@@ -135,7 +137,8 @@ def test_a_gpu_runs_tritons_or_says_why(backend, monkeypatch):
     off: dict[str, str] = {}
     ops = paths.prompt_ops(torch.device("cuda"), backend, off)
     if backend in ("auto", "triton"):
-        expected = PromptOps(gdn_conv, normed_rows, gated_norm, rotary_tables, prompt_heads, gated_heads)
+        norms = normed_rows, gated_norm
+        expected = PromptOps(gdn_conv, gdn_chunks, *norms, rotary_tables, prompt_heads, gated_heads)
         assert ops == expected and off == {}
     else:
         assert ops == PromptOps() and off == {"prompt ops": f"segki_backend is {backend!r}"}
@@ -152,7 +155,7 @@ def test_norms_are_for_all_segments_and_the_conv_for_every_choice(kind):
     forwards = with_ops(rollout)
     assert rollout._injection.norms == []
     assert_like_hugging_face(rollout, model)
-    assert forwards[0] == Counter(gdn_conv=3, gated_norm=3)
+    assert forwards[0] == Counter(gdn_conv=3, gdn_chunks=3, gated_norm=3)
 
 
 def test_describe_has_one_row_for_all_norms():
@@ -172,10 +175,12 @@ def test_prompts_are_still_captured(family):
 # ----------------------------------------------------------------------------------------------------------- the conv
 
 
-def test_chunks_of_a_prompt(monkeypatch):
+@pytest.mark.parametrize("chunks", [None, gdn_chunks_reference], ids=["the model's scan", "ours"])
+def test_chunks_of_a_prompt(monkeypatch, chunks):
     """Shorter and longer than the conv's window, to which each adds."""
     ops = PromptOps(
         gdn_conv_reference,
+        chunks,
         normed_rows_reference,
         prompt_heads=prompt_heads_reference,
         gated_heads=gated_heads_reference,
@@ -197,7 +202,7 @@ def test_a_conv_with_another_activation_is_torchs():
     rollout = rollout_of(model)
     forwards = with_ops(rollout)
     greedy(rollout, ragged_prompts([3, 9]), 2)
-    assert forwards[0]["gdn_conv"] == 2
+    assert forwards[0]["gdn_conv"] == forwards[0]["gdn_chunks"] == 2
     assert "the activation of its conv is gelu" in rollout.describe()
 
 
