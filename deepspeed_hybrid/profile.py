@@ -73,7 +73,7 @@ class Figures:
             "post_processing_ms": (end - clock.done) * 1000,
             "total_ms": (end - clock.start) * 1000,
         }
-        lengths = job.answers.lengths.tolist()
+        lengths, _ = job.answers.ends()
         if job.continuous_slots is not None:
             peak = max(job.prompts.lengths[row // job.plan.samples] + length for row, length in enumerate(lengths))
             self.continuous_stats = continuous_stats(job.stats, arena, lengths, peak, times["total_ms"])
