@@ -4,6 +4,7 @@
 """gdn_conv on a CPU, and its Triton kernel in the interpreter, against float64 and transformers."""
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -23,9 +24,11 @@ TOKENS = [1, 2, 3, 4, 63, 64, 65, 130]  # fewer than the window has, and around 
 
 
 def raw_kernel(**arguments) -> tuple[torch.Tensor, ...]:
-    from deepspeed_hybrid.ops.triton.gdn_conv import launch  # under the interpreter only
+    """As many tokens a program as on a GPU, but in short runs side by side: the interpreter takes them at once."""
+    from deepspeed_hybrid.ops.triton import gdn_conv as kernels  # under the interpreter only
 
-    return launch(**arguments)
+    with mock.patch.multiple(kernels, RUN=2, RUNS=32):
+        return kernels.launch(**arguments)
 
 
 kernel = partial(windowed, raw_kernel)
@@ -61,6 +64,16 @@ def run(op, arguments: dict) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("widths", WIDTHS, ids=lambda widths: "-".join(map(str, widths)))
 def test_sizes(op, widths, tokens):
     run(op, arguments_of(widths, 2, tokens, bias=tokens % 2 == 0))
+
+
+@pytest.mark.interpreter
+@interpreted
+@pytest.mark.parametrize("kernel_size", [1, 4, 8])
+@pytest.mark.parametrize("tokens", [3, 67])
+def test_runs_as_on_a_gpu(tokens, kernel_size):
+    from deepspeed_hybrid.ops.triton.gdn_conv import launch
+
+    run(partial(windowed, launch), {**arguments_of(Widths(8, 16, kernel_size), 1, tokens), "head_dim": 8})
 
 
 @both
