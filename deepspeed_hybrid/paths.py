@@ -40,6 +40,7 @@ from deepspeed_hybrid.ops.gdn_chunks import gdn_chunks
 from deepspeed_hybrid.ops.gdn_conv import gdn_conv
 from deepspeed_hybrid.ops.gdn_decode import gdn_decode, gdn_decode_reference
 from deepspeed_hybrid.ops.gdn_gates import gdn_gates, gdn_gates_reference
+from deepspeed_hybrid.ops.keep_tokens import keep_tokens
 from deepspeed_hybrid.ops.loader import op_obstacle, triton_obstacle
 from deepspeed_hybrid.ops.prompt_heads import prompt_heads
 from deepspeed_hybrid.ops.rotary_tables import rotary_tables, rotary_tables_reference
@@ -299,8 +300,8 @@ def prompt_ops(device: torch.device, backend: str, off: dict[str, str]) -> Promp
     if obstacle:
         off["prompt ops"] = obstacle
         return MODELS_OWN
-    norms = fused_linear.normed_rows, gated_norm
-    return PromptOps(gdn_conv, gdn_chunks, *norms, rotary_tables, prompt_heads, gated_heads)
+    attention = rotary_tables, prompt_heads, gated_heads, keep_tokens
+    return PromptOps(gdn_conv, gdn_chunks, fused_linear.normed_rows, gated_norm, *attention)
 
 
 def _triton_off(backend: str) -> str | None:

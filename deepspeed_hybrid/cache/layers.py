@@ -90,9 +90,13 @@ class SlotKVLayer(StaticLayer):
         self.is_initialized = True
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, keep: Callable | None = None, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write [B, heads, T, head_dim] by the plan; return what attention reads, [B, heads, plan.kv_length, ...]."""
+        """Write [B, heads, T, head_dim] by the plan; return what attention reads, [B, heads, plan.kv_length, ...].
+
+        Args:
+            keep: the ``keep_tokens`` op, or None to write in plain torch.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         plan = self.holder.plan
@@ -101,9 +105,12 @@ class SlotKVLayer(StaticLayer):
             for buffer in (self.keys, self.values):
                 buffer.index_fill_(0, plan.slots, 0.0)
         rows = plan.slots if plan.slots is not None else self.holder.once("write_slots", self._write_slots)
-        where = (rows[:, None], slice(None), plan.write_positions)
-        self.keys[where] = key_states.transpose(1, 2)
-        self.values[where] = value_states.transpose(1, 2)
+        if keep is not None:
+            keep(self.keys, self.values, key_states, value_states, rows, plan.write_positions)
+        else:
+            where = (rows[:, None], slice(None), plan.write_positions)
+            self.keys[where] = key_states.transpose(1, 2)
+            self.values[where] = value_states.transpose(1, 2)
         if plan.first and plan.token_mask is None:  # nothing else is to be seen
             return key_states, value_states
         return self._read(self.keys, plan), self._read(self.values, plan)

@@ -115,7 +115,8 @@ class Injection:
                 bindings.extend(attention_bindings(segment.projections, fused))
                 heads, gates = self.prompt.prompt_heads, self.prompt.gated_heads
                 if heads is not None and gates is not None and self.unchained[segment.layer] is None:
-                    bindings.append(prompt_attention_binding(segment.module, fused, heads, gates))
+                    keep = self.prompt.keep_tokens
+                    bindings.append(prompt_attention_binding(segment.module, fused, heads, gates, keep))
         if isinstance(self.chain, DecodeOps):
             bindings.extend(self._chains(self.chain))
         head = head_binding(self.model.get_output_embeddings())

@@ -26,6 +26,7 @@ class PromptOps:
     rotary_tables: Callable | None = None
     prompt_heads: Callable | None = None
     gated_heads: Callable | None = None
+    keep_tokens: Callable | None = None
 
 
 MODELS_OWN = PromptOps()

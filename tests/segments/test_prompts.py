@@ -38,6 +38,7 @@ from deepspeed_hybrid.ops.gated_heads import gated_heads, gated_heads_reference
 from deepspeed_hybrid.ops.gated_norm import gated_norm, gated_norm_reference
 from deepspeed_hybrid.ops.gdn_chunks import gdn_chunks, gdn_chunks_reference
 from deepspeed_hybrid.ops.gdn_conv import gdn_conv, gdn_conv_reference
+from deepspeed_hybrid.ops.keep_tokens import keep_tokens, keep_tokens_reference
 from deepspeed_hybrid.ops.prompt_heads import prompt_heads, prompt_heads_reference
 from deepspeed_hybrid.ops.rotary_tables import rotary_tables, rotary_tables_reference
 from deepspeed_hybrid.segments.apply import bound
@@ -65,6 +66,7 @@ def with_ops(rollout: HybridEngineRollout) -> list[Counter]:
         partial(counted, "rotary_tables", rotary_tables_reference),
         partial(counted, "prompt_heads", prompt_heads_reference),
         partial(counted, "gated_heads", gated_heads_reference),
+        partial(counted, "keep_tokens", keep_tokens_reference),
     )
     injection.replan()
     injection.follow()
@@ -79,7 +81,7 @@ def counts_of(model: nn.Module) -> Counter:
         attention, chained = getattr(layer, "self_attn", None), not hasattr(layer.mlp, "experts")
         if attention is not None and chained:
             gated = attention.q_proj.out_features != attention.o_proj.in_features
-            counts.update(prompt_heads=1, gated_heads=int(gated))
+            counts.update(prompt_heads=1, gated_heads=int(gated), keep_tokens=1)
         counts.update(normed_rows=4 if hasattr(attention, "q_norm") and not chained else 2)
         if hasattr(layer, "linear_attn"):
             counts.update(gdn_conv=1, gdn_chunks=1, gated_norm=1)
@@ -137,8 +139,8 @@ def test_a_gpu_runs_tritons_or_says_why(backend, monkeypatch):
     off: dict[str, str] = {}
     ops = paths.prompt_ops(torch.device("cuda"), backend, off)
     if backend in ("auto", "triton"):
-        norms = normed_rows, gated_norm
-        expected = PromptOps(gdn_conv, gdn_chunks, *norms, rotary_tables, prompt_heads, gated_heads)
+        attention = rotary_tables, prompt_heads, gated_heads, keep_tokens
+        expected = PromptOps(gdn_conv, gdn_chunks, normed_rows, gated_norm, *attention)
         assert ops == expected and off == {}
     else:
         assert ops == PromptOps() and off == {"prompt ops": f"segki_backend is {backend!r}"}

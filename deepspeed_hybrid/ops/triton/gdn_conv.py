@@ -108,7 +108,7 @@ def gdn_conv_kernel(
             coming += (entering,)  # type: ignore[assignment]
         for ahead in tl.static_range(AHEAD):
             token = first + step + ahead
-            known = (coming[ahead].to(tl.float32),) + known[: CONV_KERNEL - 1]
+            known = (coming[ahead].to(tl.float32),) + known[: CONV_KERNEL - 1]  # type: ignore[assignment]
             total = known[0] * weights[0]
             for back in tl.static_range(1, CONV_KERNEL):
                 total = tl.fma(known[back], weights[back], total)
