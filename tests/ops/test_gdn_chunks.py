@@ -47,14 +47,14 @@ def run(op, arguments: dict) -> torch.Tensor:
 
 @both
 @pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
-@pytest.mark.parametrize("tokens", [1, 15, 63, 64, 65, 130])
+@pytest.mark.parametrize("tokens", [1, 63, 64, 130])
 def test_lengths(op, tokens, first):
     run(op, arguments_of(SMALL, 2, tokens, first=first))
 
 
 @both
 @pytest.mark.parametrize(
-    "heads", [Heads(2, 2, 64, 16), Heads(2, 6, 32, 128)], ids=lambda heads: "-".join(map(str, heads))
+    "heads", [Heads(2, 2, 64, 16), Heads(1, 3, 32, 64)], ids=lambda heads: "-".join(map(str, heads))
 )
 def test_heads(op, heads):
     run(op, arguments_of(heads, 1, 70))

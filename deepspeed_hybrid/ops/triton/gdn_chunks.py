@@ -15,8 +15,11 @@ import triton.language as tl
 from deepspeed_hybrid.ops.gdn_chunks import CHUNK, GdnChunkSizes
 from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
 
-PREPARE_WARPS, CARRY_WARPS, CARRY_STAGES = 4, 4, 2
-FEW_PROGRAMS = 128  # of the second kernel: with fewer, each takes half as many columns of the state
+WARPS = 4
+# Columns of the state for a program of the second kernel, and its stages of loads: with few programs each waits for its
+# own loads, with many the cache is read less often by wide ones, and two on a multiprocessor wait in turn.
+NARROW, WIDE = (32, 2), (64, 1)
+MANY_PROGRAMS = 264
 
 BLOCK = tl.constexpr(16)  # of a chunk's tokens: within one the triangle is inverted by its powers
 
@@ -194,9 +197,9 @@ def launch(
     u = value.new_empty(rows, heads, chunks * CHUNK, value_dim)
     decays = value.new_empty(rows, heads, chunks * CHUNK, dtype=torch.float32)
     shape = {"HK": key_heads, "HV": heads, "DK": key_dim, "DV": value_dim, "CHUNK": CHUNK}
-    block_v = min(value_dim, 64)
-    if block_v > 16 and rows * heads * (value_dim // block_v) < FEW_PROGRAMS:
-        block_v //= 2
+    many = rows * heads * value_dim >= MANY_PROGRAMS * WIDE[0]
+    block_v, stages = WIDE if many else NARROW
+    block_v = min(value_dim, block_v)
     with torch.cuda.device_of(query):  # Triton launches on the current device
         gdn_prepare_kernel[(chunks, rows * heads)](
             key,
@@ -215,7 +218,7 @@ def launch(
             a.stride(0),
             a.stride(1),
             **shape,
-            num_warps=PREPARE_WARPS,
+            num_warps=WARPS,
             **pdl(query),
         )
         gdn_carry_kernel[(value_dim // block_v, rows * heads)](
@@ -233,8 +236,8 @@ def launch(
             **shape,
             BLOCK_V=block_v,
             FIRST=first,
-            STAGES=CARRY_STAGES,
-            num_warps=CARRY_WARPS,
+            STAGES=stages,
+            num_warps=WARPS,
             **pdl(query),
         )
     return core
