@@ -301,7 +301,8 @@ def prompt_ops(device: torch.device, backend: str, off: dict[str, str]) -> Promp
         off["prompt ops"] = obstacle
         return MODELS_OWN
     attention = rotary_tables, prompt_heads, gated_heads, keep_tokens
-    return PromptOps(gdn_conv, gdn_chunks, fused_linear.normed_rows, gated_norm, *attention)
+    products = fused_linear.normed_linear, fused_linear.residual_linear
+    return PromptOps(gdn_conv, gdn_chunks, fused_linear.normed_rows, gated_norm, *attention, *products)
 
 
 def _triton_off(backend: str) -> str | None:

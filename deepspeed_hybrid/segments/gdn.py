@@ -100,9 +100,11 @@ def gdn_forward(
     attention_mask=None,
     cache_params=None,
     past_key_values=None,
+    output: Callable | None = None,
     **kwargs,
 ) -> torch.Tensor:
-    """[B, T, D] -> [B, T, D], carrying the slots' conv window and recurrent state over the planned tokens."""
+    """[B, T, D] -> [B, T, D], carrying the slots' conv window and recurrent state over the planned tokens; or what
+    ``output`` returns in place of the output projection."""
     slot_cache = next(c for c in (cache, cache_params, past_key_values) if c is not None)
     layer, holder = slot_cache.layers[module.layer_idx], slot_cache.holder
     plan, dtype = holder.plan, hidden_states.dtype
@@ -138,9 +140,10 @@ def gdn_forward(
     batch, length, _ = hidden_states.shape
     if norm is None or plan.slots is None:
         core = module.norm(core.reshape(-1, module.head_v_dim), z.reshape(-1, module.head_v_dim))
-        return module.out_proj(core.reshape(batch, length, -1))
-    core = norm(core.contiguous(), z.flatten(2), module.norm.weight, module.norm.variance_epsilon)
-    return module.out_proj(core)
+        core = core.reshape(batch, length, -1)
+    else:
+        core = norm(core.contiguous(), z.flatten(2), module.norm.weight, module.norm.variance_epsilon)
+    return (module.out_proj if output is None else output)(core)
 
 
 def project(module: nn.Module, fused: FusedLinear | None, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -150,7 +150,9 @@ class Injection:
                     next_norm = input_norm  # the layer behind is no chain: nobody takes it
                 segments = [segment for segment in self.segments if segment.layer == index]
                 bindings.append(
-                    decoder_layer_binding(layer, segments, self.fused, ops, input_norm, next_norm, prepared)
+                    decoder_layer_binding(
+                        layer, segments, self.fused, ops, input_norm, next_norm, prepared, self.prompt
+                    )
                 )
         if self.inputs[EMBEDDING] is None:
             first_norm = rms_norm(decoder.layers[0].input_layernorm)

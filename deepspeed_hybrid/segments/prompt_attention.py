@@ -34,9 +34,11 @@ def prompt_attention(
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     attention_mask: torch.Tensor | None,
+    output: Callable | None = None,
     **kwargs,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """[B, T, D] -> [B, T, D], and the weights of an attention function that returns them.
+) -> tuple:
+    """[B, T, D] -> [B, T, D], and the weights of an attention function that returns them; or what ``output`` returns
+    in place of the output projection.
 
     The attention function is the model's own, on what it would have been given; eager attention, which is not in
     transformers' table of them, runs in the model's own forward.
@@ -69,5 +71,6 @@ def prompt_attention(
     )
     if gated:
         gates = projected[..., : 2 * heads * head_dim].unflatten(-1, (heads, 2 * head_dim))[..., head_dim:]
-        return module.o_proj(gated_heads(mixed, gates)), weights
-    return module.o_proj(mixed.flatten(2)), weights
+        mixed = gated_heads(mixed, gates)
+    mixed = mixed if gated else mixed.flatten(2)
+    return (module.o_proj(mixed), weights) if output is None else output(mixed)

@@ -27,6 +27,8 @@ class PromptOps:
     prompt_heads: Callable | None = None
     gated_heads: Callable | None = None
     keep_tokens: Callable | None = None
+    normed_linear: Callable | None = None
+    residual_linear: Callable | None = None
 
 
 MODELS_OWN = PromptOps()

@@ -16,8 +16,8 @@ from deepspeed_hybrid.ops.gdn_chunks import CHUNK, GdnChunkSizes
 from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
 
 WARPS = 4
-# Columns of the state for a program of the second kernel, and its stages of loads: with few programs each waits for its
-# own loads, with many the cache is read less often by wide ones, and two on a multiprocessor wait in turn.
+# Columns of the state for a program of the second kernel, and its stages of loads: with few programs each waits for
+# its own loads, with many the cache is read less often by wide ones, and two on a multiprocessor wait in turn.
 NARROW, WIDE = (32, 2), (64, 1)
 MANY_PROGRAMS = 264
 
