@@ -17,7 +17,7 @@ class Heads(NamedTuple):
 
 
 REAL = Heads(16, 32, 128, 128)
-RELATIVE = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3, torch.float32: 2e-3}  # root mean square
+RELATIVE = {torch.bfloat16: 1.2e-2, torch.float16: 5e-3, torch.float32: 2e-3}  # root mean square; TF32 is in it
 
 
 def unit(tensor: torch.Tensor) -> torch.Tensor:
