@@ -57,6 +57,12 @@ class Figures:
         """Of a call that begins now."""
         return CallClock(dict(self.trace.totals))
 
+    def note_end(self, job: Job, clock: CallClock) -> None:
+        """All rows are queued. A profile says how long they took; without one only the batch is waited for."""
+        if self.trace.on:
+            job.answers.ends()
+        clock.is_done()
+
     def export(self, path: str | Path) -> None:
         """All stages so far, as a Chrome trace."""
         if not self.trace.on:

@@ -128,9 +128,7 @@ class HybridEngineRollout(RolloutEngine):
         job = self._agree(request, sampling)
         clock.is_checked()
         self._run_to_the_end(job)
-        if self._figures.trace.on:
-            job.answers.ends()  # a profile says how long rows took; without one only the batch is waited for
-        clock.is_done()
+        self._figures.note_end(job, clock)
         batch = assemble(request, job.plan.samples, job.answers, pad_id(self.tokenizer))
         self._figures.take(job, clock, self._arena, self._more_figures)
         return batch
