@@ -36,9 +36,11 @@ from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves, fu
 from deepspeed_hybrid.ops.gated_heads import gated_heads
 from deepspeed_hybrid.ops.gated_norm import gated_norm
 from deepspeed_hybrid.ops.gdn_block import gdn_block, gdn_block_reference, gdn_commit, gdn_commit_reference
+from deepspeed_hybrid.ops.gdn_chunks import gdn_chunks
 from deepspeed_hybrid.ops.gdn_conv import gdn_conv
 from deepspeed_hybrid.ops.gdn_decode import gdn_decode, gdn_decode_reference
 from deepspeed_hybrid.ops.gdn_gates import gdn_gates, gdn_gates_reference
+from deepspeed_hybrid.ops.keep_tokens import keep_tokens
 from deepspeed_hybrid.ops.loader import op_obstacle, triton_obstacle
 from deepspeed_hybrid.ops.prompt_heads import prompt_heads
 from deepspeed_hybrid.ops.rotary_tables import rotary_tables, rotary_tables_reference
@@ -303,7 +305,9 @@ def prompt_ops(device: torch.device, backend: str, off: dict[str, str]) -> Promp
     if obstacle:
         off["prompt ops"] = obstacle
         return MODELS_OWN
-    return PromptOps(gdn_conv, fused_linear.normed_rows, gated_norm, rotary_tables, prompt_heads, gated_heads)
+    attention = rotary_tables, prompt_heads, gated_heads, keep_tokens
+    products = fused_linear.normed_linear, fused_linear.residual_linear
+    return PromptOps(gdn_conv, gdn_chunks, fused_linear.normed_rows, gated_norm, *attention, *products)
 
 
 def _triton_off(backend: str) -> str | None:

@@ -20,11 +20,15 @@ class PromptOps:
     """The ops of a prompt's forward, by the names of deepspeed_hybrid.ops; None: the model's own code runs."""
 
     gdn_conv: Callable | None = None
+    gdn_chunks: Callable | None = None
     normed_rows: Callable | None = None
     gated_norm: Callable | None = None
     rotary_tables: Callable | None = None
     prompt_heads: Callable | None = None
     gated_heads: Callable | None = None
+    keep_tokens: Callable | None = None
+    normed_linear: Callable | None = None
+    residual_linear: Callable | None = None
 
 
 MODELS_OWN = PromptOps()
