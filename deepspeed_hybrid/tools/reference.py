@@ -35,6 +35,7 @@ def build(out: Path) -> list[str]:
     """
     import pdoc
 
+    out = out.resolve()  # as links are
     pdoc.render.configure(docformat="google", show_source=False, footer_text=deepspeed_hybrid.__version__)
     pdoc.pdoc(*(MODULES[0], rf"!{MODULES[0]}\.", *MODULES[1:]), output_directory=out)
     for name in MODULES:
