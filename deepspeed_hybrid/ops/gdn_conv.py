@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from deepspeed_hybrid.ops.gdn_decode import MAX_CONV_KERNEL, MODEL_DTYPES, WEIGHT_DTYPES
 from deepspeed_hybrid.ops.inference import refuse_gradients
+from deepspeed_hybrid.ops.rounding import rounded
 
 # Shapes: B rows, T tokens, C conv channels, K conv kernel.
 
@@ -37,7 +38,10 @@ def gdn_conv_reference(
     extended = torch.cat([window, qkv.transpose(1, 2)], dim=-1)
     bias = None if conv_bias is None else conv_bias.float()
     mixed = F.conv1d(extended.float(), conv_weight.float()[:, None], bias, groups=sizes.channels)
-    mixed = F.silu(mixed[..., -sizes.tokens :]).to(qkv.dtype).transpose(1, 2)
+    mixed = mixed[..., -sizes.tokens :]
+    if conv_weight.dtype == qkv.dtype:
+        mixed = rounded(mixed, qkv.dtype)
+    mixed = F.silu(mixed).to(qkv.dtype).transpose(1, 2)
     query, key, value, new_window = (
         part.clone(memory_format=torch.contiguous_format)
         for part in (*mixed.split([key_dim, key_dim, value_dim], dim=-1), extended[..., -sizes.kernel :])
@@ -56,7 +60,8 @@ def gdn_conv(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Causal depthwise conv and SiLU over qkv, as three packed tensors, and the window that the next tokens need.
 
-    Sums are fp32, and a result is rounded once. Hugging Face rounds to the model's dtype between conv and activation.
+    Math is fp32; the conv's sums are rounded to qkv's dtype where the weight has it too, as in transformers, and so is
+    the activation.
 
     On CUDA this is one launch, in which every token is read from memory once, without a host sync; the first call for
     a set of sizes and dtypes compiles it. A token's bits follow from the K tokens that the conv reaches, whatever lies

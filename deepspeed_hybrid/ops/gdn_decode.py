@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from deepspeed_hybrid.ops.gdn_gates import gdn_gates_reference
 from deepspeed_hybrid.ops.inference import refuse_recording
+from deepspeed_hybrid.ops.rounding import rounded, rounded_product
 
 MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -97,14 +98,17 @@ def gdn_decode_reference(
     sizes = checked_sizes(
         projected, window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, position, parked, key_heads
     )
-    rows, key_width = projected.shape[0], sizes.key_heads * sizes.key_dim
+    rows, key_width, dtype = projected.shape[0], sizes.key_heads * sizes.key_dim, projected.dtype
     window, state = window[:rows], state[:rows]
     raw, z, b, a = projected.split(sizes.columns, dim=-1)
 
     column = (position % sizes.conv_kernel)[:, None, None].expand(-1, sizes.channels, 1)
     ring = window.scatter(2, column, raw[:, :, None])
     mixed = (window_from_ring(ring, position + 1).float() * conv_weight.float()).sum(-1)
-    mixed = F.silu(mixed if conv_bias is None else mixed + conv_bias.float())
+    mixed = mixed if conv_bias is None else mixed + conv_bias.float()
+    if conv_weight.dtype == dtype:
+        mixed = rounded(mixed, dtype)
+    mixed = rounded(F.silu(mixed), dtype)
 
     query, key, value = mixed.split([key_width, key_width, sizes.value_heads * sizes.value_dim], dim=-1)
     query = _key_heads_for_values(query, sizes) * sizes.key_dim**-0.5
@@ -117,8 +121,9 @@ def gdn_decode_reference(
     memory = memory + key[..., None] * delta[..., None, :]
     core = (memory * query[..., None]).sum(-2)
 
-    core = core * torch.rsqrt(core.square().mean(-1, keepdim=True) + eps) * norm_weight.float()
-    out = core * F.silu(z.float()).reshape(core.shape)
+    core = rounded(core, dtype)
+    normed = rounded(core * torch.rsqrt(core.square().mean(-1, keepdim=True) + eps), dtype)
+    out = rounded_product(normed, norm_weight, dtype) * F.silu(z.float()).reshape(core.shape)
 
     window.copy_(torch.where(parked[:, None, None], window, ring))
     state.copy_(torch.where(parked[:, None, None, None], state, memory.to(state.dtype)))
@@ -181,8 +186,9 @@ def gdn_decode(
 ) -> torch.Tensor:
     """Short conv, gates, gated delta rule and gated norm for one new token a row; window and state change in place.
 
-    Row b uses slot b. All arithmetic is fp32; the output is rounded once, and the state once where it is not fp32.
-    Hugging Face rounds to the model's dtype after the conv, after the scan and before the norm's weight.
+    Row b uses slot b. All arithmetic is fp32, and the state is rounded once where it is not. Rounded to projected's
+    dtype are, as in transformers: the conv's sums and their activation, beta, what the delta rule reads, and in the
+    norm what meets its weight and what comes of it; sums and products with a weight only where it has that dtype.
 
     On CUDA this is one launch, in which every state is read once and written once, without a host sync; the first call
     for a set of sizes and dtypes compiles it. A row's bits are the same in any batch. On a CPU it is

@@ -10,7 +10,8 @@ import triton.language as tl
 from deepspeed_hybrid.ops.gdn_block import checked_block
 from deepspeed_hybrid.ops.gdn_decode import L2_EPS, GdnSizes
 from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
-from deepspeed_hybrid.ops.triton.gdn_decode import OPTIONS, _parts, _sigmoid, _softplus
+from deepspeed_hybrid.ops.triton.gdn_decode import OPTIONS, _activated, _normalised, _parts, _sigmoid, _softplus
+from deepspeed_hybrid.ops.triton.rounding import rounded
 
 RING_CHANNELS = 1024  # of a program that writes windows
 
@@ -118,18 +119,18 @@ def gdn_block_kernel(
         if conv_bias is not None:
             total += tl.load(conv_bias + channel, mask=convolved, other=0.0).to(tl.float32)
         total += raw.to(tl.float32) * last_tap
-        q, k, v, gate = _parts(total * _sigmoid(total), TILE)
+        q, k, v, gate = _parts(_activated(total, convolved, conv_weight.dtype.element_ty, raw.dtype), TILE)
 
         k *= tl.rsqrt(tl.sum(k * k) + L2_EPSILON)
         memory *= tl.exp(-rate * _softplus(a))
-        delta = (v - tl.sum(memory * k[:, None], axis=0)) * _sigmoid(b)
+        delta = (v - tl.sum(memory * k[:, None], axis=0)) * rounded(_sigmoid(b), raw.dtype)
         memory += k[:, None] * delta[None, :]
         if not COMMIT:
             q *= tl.rsqrt(tl.sum(q * q) + L2_EPSILON) * (KEY_DIM**-0.5)
             core = tl.sum(memory * q[:, None], axis=0)
-            core *= tl.rsqrt(tl.sum(core * core) / VALUE_DIM + eps)
+            normed = _normalised(core, VALUE_DIM, eps, norm, norm_weight.dtype.element_ty, raw.dtype)
             place = out + (index * lanes + row) * VALUES + value_place
-            tl.store(place, (core * norm * gate).to(out.dtype.element_ty), mask=value_mask)
+            tl.store(place, (normed * gate).to(out.dtype.element_ty), mask=value_mask)
         memory = memory.to(state.dtype.element_ty).to(tl.float32)  # as the next step finds it
 
     if COMMIT:

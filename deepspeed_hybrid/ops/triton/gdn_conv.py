@@ -9,6 +9,7 @@ import triton.language as tl
 
 from deepspeed_hybrid.ops.gdn_conv import checked_sizes
 from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
+from deepspeed_hybrid.ops.triton.rounding import rounded_if
 
 # A row of a tile is a whole cache line of 16-bit channels, and 3 tokens in 64 are read by two programs.
 BLOCK_T, BLOCK_C, WARPS = 64, 64, 4
@@ -91,6 +92,7 @@ def gdn_conv_kernel(
                 total = tl.where((token == back - ago)[:, None], with_past, total)
     if conv_bias is not None:
         total += tl.load(conv_bias + channel, mask=present, other=0.0).to(tl.float32)[None, :]
+    total = rounded_if(conv_weight.dtype.element_ty == qkv.dtype.element_ty, total, qkv.dtype.element_ty)
     total = total / (1.0 + tl.exp(-total))
 
     place = (row * length + start + token)[:, None]
