@@ -63,6 +63,39 @@ def test_a_result_was_taken_by_its_command(command, name):
     assert FILE_OPTIONS.sub("", taken) == command
 
 
+# -------------------------------------------------------------------------------------------------------------- README
+
+FIGURES = re.findall(
+    r"^\| [^|]+ \| ([^|]+) \| (\w+\.json)[^|]* \| [^|]+ \|$", (ROOT / "README.md").read_text(), re.MULTILINE
+)
+SCALES = (1, 1e-3, 1e-9, 100)  # as it is, us in ms, bytes in GB, shares in per cent
+LAST = 5  # steps of a demo whose mean is its result
+
+
+def numbers_in(rows: list[dict]) -> list[float]:
+    """All numbers of a result, and means of its last rows."""
+    found = [value for row in rows for value in row.values() if isinstance(value, int | float)]
+    for name, value in rows[-1].items():
+        last = [row.get(name) for row in rows[-LAST:]]
+        if isinstance(value, float) and all(isinstance(one, float) for one in last):
+            found.append(sum(last) / len(last))
+    return found
+
+
+@pytest.mark.parametrize(("figure", "name"), FIGURES, ids=lambda value: value if value.endswith(".json") else "")
+def test_a_figure_of_the_readme_is_in_its_file(figure, name):
+    known = numbers_in(json.loads((EXPERIMENTS / "results" / name).read_text())["rows"])
+    for text in re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e-\d+)?", figure):
+        value, _, exponent = text.replace(",", "").partition("e")
+        unit = 10.0 ** -(len(value.partition(".")[2]) - int(exponent or 0))
+        wanted = float(value + (f"e{exponent}" if exponent else ""))
+        assert any(abs(one * scale - wanted) <= 0.5001 * unit for one in known for scale in SCALES), text
+
+
+def test_figures_of_the_readme_were_read():
+    assert len(FIGURES) > 20
+
+
 # ----------------------------------------------------------------------------------------------------------- reproduce
 
 
