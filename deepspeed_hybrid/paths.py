@@ -277,7 +277,9 @@ def chain_ops(
     attention = partial(attention_decode, splits=SPLITS) if batch_invariant else attention_decode
     block = partial(token_by_token, attention) if batch_invariant else attention_block
     rest = attention, block, embedded_rows, rotary_tables
-    return DecodeOps(fused_linear.normed_rows, *products, gdn_decode, gdn_block, gdn_commit, *rest)
+    # Prompts and training go through flash-linear-attention there.
+    gdn = (partial(op, rounded_heads=True) for op in (gdn_decode, gdn_block, gdn_commit))
+    return DecodeOps(fused_linear.normed_rows, *products, *gdn, *rest)
 
 
 def _reference_ops(batch_invariant: bool) -> DecodeOps:

@@ -93,6 +93,7 @@ def gdn_decode_reference(
     position: torch.Tensor,
     parked: torch.Tensor,
     key_heads: int,
+    rounded_heads: bool = False,
 ) -> torch.Tensor:
     """What :func:`gdn_decode` does, in plain torch on any device."""
     sizes = checked_sizes(
@@ -111,8 +112,8 @@ def gdn_decode_reference(
     mixed = rounded(F.silu(mixed), dtype)
 
     query, key, value = mixed.split([key_width, key_width, sizes.value_heads * sizes.value_dim], dim=-1)
-    query = _key_heads_for_values(query, sizes) * sizes.key_dim**-0.5
-    key = _key_heads_for_values(key, sizes)
+    query, key = (_key_heads_for_values(part, sizes, dtype if rounded_heads else None) for part in (query, key))
+    query = query * sizes.key_dim**-0.5
     value = value.reshape(rows, sizes.value_heads, sizes.value_dim)
 
     beta, g = (gate[:, 0, :, None] for gate in gdn_gates_reference(b[:, None], a[:, None], A_log, dt_bias, None))
@@ -130,10 +131,12 @@ def gdn_decode_reference(
     return out.flatten(1).masked_fill(parked[:, None], 0.0).to(projected.dtype)
 
 
-def _key_heads_for_values(flat: torch.Tensor, sizes: GdnSizes) -> torch.Tensor:
-    """[B, HK * DK] -> [B, HV, DK]: each head normalised, and repeated for the value heads that share it."""
+def _key_heads_for_values(flat: torch.Tensor, sizes: GdnSizes, dtype: torch.dtype | None) -> torch.Tensor:
+    """[B, HK * DK] -> [B, HV, DK]: each head normalised, rounded to ``dtype`` unless that is None, and repeated for
+    the value heads that share it."""
     heads = flat.reshape(-1, sizes.key_heads, sizes.key_dim)
     heads = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + L2_EPS)
+    heads = heads if dtype is None else rounded(heads, dtype)
     return heads.repeat_interleave(sizes.value_heads // sizes.key_heads, dim=1)
 
 
@@ -151,18 +154,18 @@ def gdn_decode_op(
     position: torch.Tensor,
     parked: torch.Tensor,
     key_heads: int,
+    rounded_heads: bool = False,
 ) -> torch.Tensor:
     """:func:`gdn_decode` without the refusal of gradients."""
     from deepspeed_hybrid.ops.triton.gdn_decode import launch  # here, because a torch for CPUs has no Triton
 
-    return launch(
-        projected, window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps, position, parked, key_heads
-    )
+    layer = window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps
+    return launch(projected, *layer, position, parked, key_heads, rounded_heads)
 
 
 @gdn_decode_op.register_fake
 def _(
-    projected, window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps, position, parked, key_heads
+    projected, window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps, position, parked, *_
 ) -> torch.Tensor:
     return projected.new_empty(projected.shape[0], state.shape[1] * state.shape[3])
 
@@ -183,6 +186,7 @@ def gdn_decode(
     position: torch.Tensor,
     parked: torch.Tensor,
     key_heads: int,
+    rounded_heads: bool = False,
 ) -> torch.Tensor:
     """Short conv, gates, gated delta rule and gated norm for one new token a row; window and state change in place.
 
@@ -207,6 +211,8 @@ def gdn_decode(
         position: [B] int64, the new token's place in its sequence, 0 for the first.
         parked: [B] bool, rows of which nothing changes and whose output is zeros, whatever they hold.
         key_heads: HK; value head h reads key head h // (HV / HK).
+        rounded_heads: round normalised queries and keys to projected's dtype, as flash-linear-attention's kernels of
+            whole sequences do, and transformers' function does not.
 
     Returns:
         [B, HV * DV] in projected's dtype, contiguous.
@@ -215,9 +221,8 @@ def gdn_decode(
         RuntimeError: an argument of another dtype, shape, layout or device; nothing was changed.
     """
     refuse_recording("gdn_decode", projected, window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight)
-    return gdn_decode_op(
-        projected, window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps, position, parked, key_heads
-    )
+    layer = window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps
+    return gdn_decode_op(projected, *layer, position, parked, key_heads, rounded_heads)
 
 
 def checked_sizes(

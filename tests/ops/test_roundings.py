@@ -88,6 +88,20 @@ def test_gdn_decode_rounds_like_its_layer(model):
     assert share(torch.stack(out, dim=1), core_of(layer, layer.out_proj, x)) > 0.99
 
 
+def test_heads_are_rounded_behind_their_norm_where_asked_to():
+    """A value of 1 and a beta of 1 write the key itself into an empty state."""
+    shape = gdn_decode_cases.Shape(1, 1, 32, 2, kernel=1)
+    keys = {}
+    for rounded_heads in (True, False):
+        arguments = gdn_decode_cases.arguments_of(shape, 1, dtype=BF16, weights=BF16, bias=False)
+        arguments["state"].zero_()
+        arguments["conv_weight"].fill_(1.0)
+        arguments["projected"][:, 64:66], arguments["projected"][:, -2] = 100.0, 100.0
+        gdn_decode_reference(**arguments, rounded_heads=rounded_heads)
+        keys[rounded_heads] = arguments["state"][0, 0, :, 0] / 100
+    assert torch.equal(keys[True], keys[False].to(BF16).float()) and not torch.equal(keys[True], keys[False])
+
+
 @torch.no_grad()
 def test_attention_decode_rounds_like_its_layer(model):
     layer, config = first(model, qwen.Qwen3_5Attention), model.config
@@ -152,6 +166,11 @@ def added() -> dict:
 
 KERNELS: dict[str, tuple[Callable, Callable, Callable[[], dict]]] = {
     "gdn_decode": (gdn_decode_reference, lambda **given: launch_of("gdn_decode")(**given), mixer),
+    "gdn_decode of rounded heads": (
+        gdn_decode_reference,
+        lambda **given: launch_of("gdn_decode")(**given),
+        lambda: mixer() | {"rounded_heads": True},
+    ),
     "gdn_conv": (
         gdn_conv_reference,
         lambda **given: launch_of("gdn_conv")(**given),
@@ -240,7 +259,7 @@ def test_train_consistent_takes_whole_norms_and_the_librarys_products(monkeypatc
     usual, trained = (paths.chain_ops(torch.device("cuda"), "auto", train_consistent=one) for one in (False, True))
     assert (usual.normed_linear, usual.residual_linear) == (fused_linear.normed_linear, fused_linear.residual_linear)
     assert (trained.normed_linear, trained.residual_linear) == (normed_linear_by_library, residual_linear_by_library)
-    assert trained.gdn is usual.gdn
+    assert all(ops.gdn.keywords == {"rounded_heads": True} for ops in (usual, trained))
 
 
 @pytest.mark.parametrize("other", [{"batch_invariant": True}, {"state_dtype": "bfloat16"}], ids=str)

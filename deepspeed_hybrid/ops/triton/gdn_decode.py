@@ -102,6 +102,7 @@ def gdn_decode_kernel(
     CONV_KERNEL: tl.constexpr,
     TILE: tl.constexpr,
     L2_EPSILON: tl.constexpr,
+    ROUNDED: tl.constexpr,
     EVICTION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -172,8 +173,8 @@ def gdn_decode_kernel(
     tl.store(window + channel * CONV_KERNEL + now, raw, mask=writer)
     q, k, v, gate = _parts(_activated(total, convolved, conv_weight.dtype.element_ty, raw.dtype), TILE)
 
-    q *= tl.rsqrt(tl.sum(q * q) + L2_EPSILON) * (KEY_DIM**-0.5)
-    k *= tl.rsqrt(tl.sum(k * k) + L2_EPSILON)
+    q = rounded_if(ROUNDED, q * tl.rsqrt(tl.sum(q * q) + L2_EPSILON), raw.dtype) * (KEY_DIM**-0.5)
+    k = rounded_if(ROUNDED, k * tl.rsqrt(tl.sum(k * k) + L2_EPSILON), raw.dtype)
 
     memory *= tl.exp(-rate * _softplus(a))
     delta = (v - tl.sum(memory * k[:, None], axis=0)) * rounded(_sigmoid(b), raw.dtype)
@@ -198,6 +199,7 @@ def launch(
     position: torch.Tensor,
     parked: torch.Tensor,
     key_heads: int,
+    rounded_heads: bool = False,
     options: dict | None = None,
 ) -> torch.Tensor:
     """``gdn_decode`` through the kernel, on CUDA or in Triton's interpreter.
@@ -237,6 +239,7 @@ def launch(
             CONV_KERNEL=sizes.conv_kernel,
             TILE=triton.next_power_of_2(max(sizes.key_dim, sizes.value_dim)),
             L2_EPSILON=L2_EPS,
+            ROUNDED=rounded_heads,
             EVICTION="evict_first" if rows * state[0].nbytes <= MOST_EVICTED_FIRST else "",
             **pdl(projected),
             **(options or OPTIONS),
