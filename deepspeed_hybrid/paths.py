@@ -278,7 +278,8 @@ def chain_ops(
     block = partial(token_by_token, attention) if batch_invariant else attention_block
     rest = attention, block, embedded_rows, rotary_tables
     # Prompts and training go through flash-linear-attention there.
-    gdn = (partial(op, rounded_heads=True) for op in (gdn_decode, gdn_block, gdn_commit))
+    one, several = partial(gdn_decode, rounded_heads=True), partial(gdn_block, rounded_heads=True)
+    gdn = one, several, partial(gdn_commit, rounded_heads=True)
     return DecodeOps(fused_linear.normed_rows, *products, *gdn, *rest)
 
 

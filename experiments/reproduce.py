@@ -22,6 +22,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,6 +135,7 @@ class Run:
     def __init__(self, folder: Path, limit: float):
         self.folder, self.end = folder, time.monotonic() + limit
         self.outcomes = {command: Outcome(command) for command in COMMANDS}
+        self.ended: dict[Command, float] = {}
         folder.mkdir(parents=True, exist_ok=True)
 
     def log(self, command: Command) -> Path:
@@ -151,7 +153,13 @@ class Run:
             process = subprocess.Popen(
                 [*program, *words[1:]], cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
             )
+        threading.Thread(target=self.note_end, args=(command, process), daemon=True).start()
         return command, process, time.monotonic()
+
+    def note_end(self, command: Command, process: subprocess.Popen) -> None:
+        """Others may have to be waited for first."""
+        process.wait()
+        self.ended.setdefault(command, time.monotonic())
 
     def wait(self, started: tuple[Command, subprocess.Popen, float]) -> None:
         """For its end, or for its limit."""
@@ -164,7 +172,7 @@ class Run:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             state = "cut off"
-        self.settle(command, state, time.monotonic() - start)
+        self.settle(command, state, self.ended.get(command, time.monotonic()) - start)
 
     def settle(self, command: Command, state: str, seconds: float) -> None:
         if command.out:
