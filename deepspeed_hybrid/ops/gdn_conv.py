@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from deepspeed_hybrid.ops.gdn_decode import L2_EPS, MAX_CONV_KERNEL, MODEL_DTYPES, WEIGHT_DTYPES, ring_from_window
 from deepspeed_hybrid.ops.inference import refuse_recording
+from deepspeed_hybrid.ops.rounding import rounded
 
 NORMED_HEADS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -45,7 +46,12 @@ def gdn_conv_reference(
     extended = torch.cat([before, qkv.transpose(1, 2)], dim=-1)
     bias = None if conv_bias is None else conv_bias.float()
     mixed = F.conv1d(extended.float(), conv_weight.float()[:, None], bias, groups=sizes.channels)
-    mixed = F.silu(mixed[..., -sizes.tokens :]).transpose(1, 2)
+    mixed = mixed[..., -sizes.tokens :]
+    if conv_weight.dtype == qkv.dtype:
+        mixed = rounded(F.silu(rounded(mixed, qkv.dtype)), qkv.dtype)
+    else:
+        mixed = F.silu(mixed)
+    mixed = mixed.transpose(1, 2)
     ring.index_copy_(0, slots, ring_from_window(extended[..., -sizes.kernel :], lengths))
     query, key, value = mixed.split([key_dim, key_dim, value_dim], dim=-1)
     if head_dim is not None:
@@ -98,7 +104,8 @@ def gdn_conv(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Causal depthwise conv and SiLU over qkv, as three packed tensors, and into ``ring`` what the next tokens need.
 
-    Sums are fp32, and a result is rounded once. Hugging Face rounds to the model's dtype between conv and activation.
+    Math is fp32; the conv's sums are rounded to qkv's dtype where the weight has it too, as in transformers, and so is
+    the activation.
 
     On CUDA this is one launch, in which every token is read from memory once, without a host sync; the first call for
     a set of sizes and dtypes compiles it. A token's bits follow from the K tokens that the conv reaches, whatever lies

@@ -45,7 +45,7 @@ def norm_binding(module: nn.Module, normed_rows: Callable) -> Binding:
 
 
 def norm_forward(module: nn.Module, normed_rows: Callable, norm: Norm, hidden_states: torch.Tensor) -> torch.Tensor:
-    """[..., K] -> [..., K] in one launch, rounded once. Rows at an even distance are read where they lie.
+    """[..., K] -> [..., K] in one launch. Rows at an even distance are read where they lie.
 
     Where weight and input differ in dtype, families differ in the dtype of the result: theirs then runs.
     """

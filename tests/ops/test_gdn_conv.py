@@ -93,7 +93,7 @@ def test_dtypes(op, dtype, weights, bias):
 
 @both
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_output_is_rounded_once(op, dtype):
+def test_with_a_weight_of_fp32_the_output_is_rounded_once(op, dtype):
     arguments = arguments_of(Widths(70, 33), 2, 40, dtype=dtype)
     # The interpreter cuts bf16 off where a GPU rounds to nearest.
     unit = torch.finfo(dtype).eps / (1 if op is kernel and dtype == torch.bfloat16 else 2)

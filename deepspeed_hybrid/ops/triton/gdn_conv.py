@@ -10,6 +10,7 @@ import triton.language as tl
 from deepspeed_hybrid.ops.gdn_conv import checked_sizes
 from deepspeed_hybrid.ops.gdn_decode import L2_EPS
 from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
+from deepspeed_hybrid.ops.triton.rounding import rounded_if
 
 # A program has RUNS runs of RUN tokens side by side. A row of its tile is a whole cache line of 16-bit channels, or a
 # head, which is normalised; of what a run reads, only the few tokens before it are read by another one too.
@@ -57,6 +58,7 @@ def gdn_conv_kernel(
     oldest, so that they are the same wherever a sequence is cut.
     """
     announce(PDL)
+    followed: tl.constexpr = conv_weight.dtype.element_ty == qkv.dtype.element_ty
     KEY_TILES: tl.constexpr = (KEY_DIM + BLOCK_C - 1) // BLOCK_C
     CHANNELS: tl.constexpr = 2 * KEY_DIM + VALUE_DIM
 
@@ -112,8 +114,8 @@ def gdn_conv_kernel(
             total = known[0] * weights[0]
             for back in tl.static_range(1, CONV_KERNEL):
                 total = tl.fma(known[back], weights[back], total)
-            total += bias
-            total = total / (1.0 + tl.exp(-total))
+            total = rounded_if(followed, total + bias, qkv.dtype.element_ty)
+            total = rounded_if(followed, total / (1.0 + tl.exp(-total)), qkv.dtype.element_ty)
             if NORMED:
                 scale = tl.rsqrt(tl.sum(total * total, axis=1) + L2)[:, None]
                 total *= tl.where(part == 2, 1.0, scale)

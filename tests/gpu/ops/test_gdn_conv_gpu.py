@@ -60,7 +60,7 @@ def test_other_sizes(widths, tokens):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_output_is_rounded_once(dtype):
+def test_with_a_weight_of_fp32_the_output_is_rounded_once(dtype):
     arguments = arguments_of(REAL, 1, 100, dtype=dtype)
     exact = conv_oracle(**arguments)[:3]
     for result, expected in zip(gdn_conv(**moved(arguments, "cuda")), exact, strict=False):
