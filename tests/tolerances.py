@@ -20,8 +20,8 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     )
 
 
-# Where an op rounds a value halfway, as the training forward does, that rounding may fall the other way: one unit in the
-# last place of a number that is larger than what comes out.
+# Where an op rounds a value halfway, as the training forward does, that rounding may fall the other way: one unit in
+# the last place of a number that is larger than what comes out.
 HALFWAY = {
     torch.float32: TOLERANCES[torch.float32],
     torch.float16: {"rtol": 4e-3, "atol": 5e-3},
