@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""Takes the figures of README.md again, in one run of under ten minutes on an H200 with 16 cores.
+"""Takes the figures of README.md again, in one run of under ten minutes on a machine with one or two H200.
 
-Every row of the README's results table is one of the commands below, if with fewer runs, rows or steps where its own
-take too long; each has its own gate, and a figure whose gate fails is not written. What is timed has the device to
-itself. What is not (training, accuracy, and all that runs on the CPU) goes side by side, and while ops are built.
+Every row of the README's results table is one of the commands below; each has its own gate, and a figure whose gate
+fails is not written. What is timed has a device to itself. What is not (training, accuracy, and all that runs on the
+CPU) goes side by side, and while ops are built.
 
     python experiments/reproduce.py --out reproduced
     python experiments/reproduce.py --list
@@ -26,6 +26,8 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -64,53 +66,33 @@ class Command:
         return words + [word for option, name in files if name for word in (option, str(folder / name))]
 
 
-# Together with the builds, which all of these but the last three wait for.
+# Together with the builds; where there are two GPUs, on the second.
 BUILD = Command("python -m deepspeed_hybrid.ops.compile --jobs 5", None, 200)
-ON_GPU = [
+UNTIMED = [
     Command("deepspeed-hybrid demo", "demo_h200.json", 240),
     Command("python -m pytest -s -p no:cacheprovider tests/gpu/test_bf16_gpu.py", None, 200,
             "python -m pytest -s tests/gpu/test_bf16_gpu.py"),
-    Command("deepspeed-hybrid fidelity --model-config qwen3.5-small --train-seconds 20 --segki all",
-            "training_h200.json", 200, plot="training_h200.png"),
+    Command("deepspeed-hybrid fidelity --model-config qwen3.5-small --train-seconds 60 --segki all --rows 64",
+            "training_h200.json", 240, plot="training_h200.png"),
 ]  # fmt: skip
 ON_CPU = [
     Command("deepspeed-hybrid demo --speculative dflash", "speculative_cpu.json", 550),
     Command("deepspeed-hybrid demo", "demo_cpu.json", 550),
-    Command("python experiments/trl_reward.py --seeds 0 1 --steps 60 --jobs 4", "trl_cpu.json", 550,
-            "python experiments/trl_reward.py --jobs 3"),
-]  # fmt: skip
-# In one process, so that torch is imported, and FLA tuned, once.
+]
+# In one process, so that torch is imported, and kernels are compiled, once.
 TIMED = [
-    Command(f"{BENCH} --batch 1 --new 512 --runs 3", "decode_one_row_h200.json", 90),
-    Command(f"{BENCH} --batch 8,32,64 --runs 3", "decode_h200.json", 60,
-            f"{BENCH} --batch 1,8,32,64,128,256 --runs 3"),
+    Command(f"{BENCH} --batch 1,8,32,64,128,256 --runs 1", "decode_h200.json", 120, plot="decode_h200.png"),
     Command(f"{BENCH} --batch 64 --new 256 --runs 1 --sampling sampled", "decode_sampled_h200.json", 30),
+    Command(f"{BENCH} --batch 1,64 --new 128 --runs 1 --segki off", "decode_off_h200.json", 40),
     Command("deepspeed-hybrid bench prefill --model-config qwen3.5-4b --shapes 1x128,1x2048,64x512 --runs 3",
             "prefill_h200.json", 45),
-    Command(f"{BENCH} --batch 1,64 --new 128 --runs 1 --segki off", "decode_off_h200.json", 40,
-            f"{BENCH} --batch 1,64 --new 512 --runs 1 --segki off"),
-    Command(f"{BENCH} --batch 1,8,64,256 --new 64 --runs 1 --segki all", "segments_h200.json", 60,
-            f"{BENCH} --batch 1,8,64,256 --new 64 --runs 1 --segki both --kernels"),
-    Command(f"{BENCH} --batch 32,128 --new 64 --runs 1", "decode_kernels_h200.json", 30,
-            f"{BENCH} --batch 32,128 --new 64 --runs 1 --kernels"),
-    Command("deepspeed-hybrid bench rollouts --model-config qwen3.5-4b --prompts 32", "continuous_h200.json", 90,
-            "deepspeed-hybrid bench rollouts --model-config qwen3.5-4b"),
-    Command("python experiments/bench_glue_ops.py --dtypes bf16", "glue_ops_h200.json", 30,
-            "python experiments/bench_glue_ops.py"),
-    Command("python experiments/bench_ops.py --batches 64 256 --dtypes fp32", "ops_h200.json", 30,
-            "python experiments/bench_ops.py"),
-    Command("python experiments/bench_truncate.py --logits flat --kinds top_k_top_p", "truncate_h200.json", 30,
-            "python experiments/bench_truncate.py"),
-    Command("python experiments/bench_linear.py --rows 1 8 16", "linear_h200.json", 60,
-            "python experiments/bench_linear.py"),
-    Command("python experiments/bench_mixers.py", "mixers_h200.json", 60),
-    Command("python experiments/bench_state_dtype.py --new 64 --timed 32", "state_dtype_h200.json", 60,
-            "python experiments/bench_state_dtype.py --new 256 --timed 64"),
+    Command("deepspeed-hybrid bench rollouts --model-config qwen3.5-4b --prompts 32", "continuous_h200.json", 90),
 ]  # fmt: skip
-# By itself: what it says of memory is the process's.
-SYNC = Command("python experiments/bench_sync.py --stages 1 3 --batches 1 64 --runs 3", "sync_h200.json", 90,
-               "python experiments/bench_sync.py --stages 1 3 --batches 1 64")  # fmt: skip
-COMMANDS = [BUILD, *ON_GPU, *ON_CPU, *TIMED, SYNC]
+# In processes of their own: on the second GPU, and on both.
+SPECULATIVE = Command("python experiments/bench_speculative.py", "dflash_h200.json", 120, plot="dflash_h200.png")
+SHARED = Command("python experiments/bench_tp.py --tp 2 1 --batches 1 32 256 --runs 1 --cycles 200", "tp_h200.json",
+                 150, plot="tp_h200.png")  # fmt: skip
+COMMANDS = [BUILD, *UNTIMED, *ON_CPU, *TIMED, SPECULATIVE, SHARED]
 
 
 def readme_commands() -> list[str]:
@@ -120,6 +102,9 @@ def readme_commands() -> list[str]:
         if re.search(r"\.json", files) and cell.startswith("`"):
             found.append(cell.strip("`"))
     return list(dict.fromkeys(found))
+
+
+Started = tuple[Command, subprocess.Popen, float]
 
 
 @dataclass
@@ -141,17 +126,28 @@ class Run:
     def log(self, command: Command) -> Path:
         return self.folder / f"{COMMANDS.index(command):02d}.log"
 
-    def start(self, command: Command, on_cpu: bool = False) -> tuple[Command, subprocess.Popen, float]:
+    def one_by_one(self, started: list[Started], command: Command | None = None, changed: dict | None = None) -> None:
+        """Wait for what runs, and then for a command that it would disturb."""
+        for one in started:
+            self.wait(one)
+        if command is not None:
+            self.wait(self.start(command, changed))
+
+    def start(self, command: Command, changed: dict[str, str] | None = None) -> Started:
         words = command.arguments(self.folder)
         program = [sys.executable, "-m", "deepspeed_hybrid"] if words[0] == "deepspeed-hybrid" else [sys.executable]
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
-        if on_cpu:
-            environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        own = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
+        environment = {**os.environ, **own, **(changed or {})}
         with self.log(command).open("w") as log:
             # A session of its own, so that what it starts ends with it.
             process = subprocess.Popen(
-                [*program, *words[1:]], cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+                [*program, *words[1:]],
+                cwd=ROOT,
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         threading.Thread(target=self.note_end, args=(command, process), daemon=True).start()
         return command, process, time.monotonic()
@@ -161,7 +157,7 @@ class Run:
         process.wait()
         self.ended.setdefault(command, time.monotonic())
 
-    def wait(self, started: tuple[Command, subprocess.Popen, float]) -> None:
+    def wait(self, started: Started) -> None:
         """For its end, or for its limit."""
         command, process, start = started
         left = min(start + command.limit, self.end) - time.monotonic()
@@ -260,13 +256,25 @@ def reproduce(folder: Path, limit: float) -> int:
     start, run = time.monotonic(), Run(folder, limit)
     signal.signal(signal.SIGALRM, cut)
     sys.path[:0] = [str(ROOT / "experiments"), str(ROOT)]  # where a script finds its neighbours, and the package
-    background = [run.start(command, on_cpu=True) for command in ON_CPU]
-    side_by_side = [run.start(command) for command in (BUILD, *ON_GPU)]
-    for one in side_by_side:
-        run.wait(one)
+    gpus = torch.cuda.device_count()  # which makes no context yet
+    second = {"CUDA_VISIBLE_DEVICES": str(min(1, gpus - 1))}
+    background = [run.start(command, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}) for command in ON_CPU]
+    building, untimed = run.start(BUILD), [run.start(command, second) for command in UNTIMED]
+    run.wait(building)
+    if gpus > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+        aside = threading.Thread(target=run.one_by_one, args=(untimed, SPECULATIVE, second))
+        aside.start()
+    else:
+        run.one_by_one(untimed)
     for command in TIMED:
         run.here(command)
-    run.wait(run.start(SYNC))
+    if gpus > 1:
+        aside.join()
+        run.wait(run.start(SHARED, {"CUDA_VISIBLE_DEVICES": "0,1"}))
+    else:
+        run.wait(run.start(SPECULATIVE))
+        run.outcomes[SHARED].state = "wants two GPUs"
     for one in background:
         run.wait(one)
     print(f"\n{'state':>12}  {'seconds':>8}  {'result':26}  command of the README")
