@@ -5,7 +5,7 @@
 
 import torch
 
-from deepspeed_hybrid.speculative.config import DraftConfig
+RowShape = tuple[int, int, int]  # of a position: layers L, key heads G, their dimensions E
 
 
 class DraftCache:
@@ -15,29 +15,28 @@ class DraftCache:
     proposal, which the context of the tokens at those positions overwrites. Nothing is cropped or moved.
 
     Args:
+        row: of a position.
         slots: of the target's cache.
         capacity: positions of a slot: the target's, and a block beyond them.
     """
 
-    def __init__(self, config: DraftConfig, slots: int, capacity: int, dtype: torch.dtype, device: torch.device):
+    def __init__(self, row: RowShape, slots: int, capacity: int, dtype: torch.dtype, device: torch.device):
         self.slots, self.capacity = slots, capacity
-        shape = (slots + 1, capacity, config.num_layers, config.num_kv_heads, config.head_dim)
+        shape = (slots + 1, capacity, *row)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
 
     def write(self, slots: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Rows [B, T, L, G, E] of all layers, to positions [B, T] of slots [B] or [B, T] (int64 both)."""
-        where = (slots[:, None].expand_as(positions) if slots.dim() == 1 else slots, positions)
-        self._store(self.keys, where, keys)
-        self._store(self.values, where, values)
+        """Rows [B, T, L, G, E] of all layers, to positions [B, T] of slots [B, T] or [B, 1] (int64 both)."""
+        self._store(self.keys, (slots, positions), keys)
+        self._store(self.values, (slots, positions), values)
 
     def write_layer(
         self, layer: int, slots: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """Rows [B, T, G, E] of one layer, to positions [B, T] of slots [B]."""
-        where = (slots[:, None].expand_as(positions), positions)
-        self._store(self.keys[:, :, layer], where, keys)
-        self._store(self.values[:, :, layer], where, values)
+        """Rows [B, T, G, E] of one layer, as :meth:`write` takes them."""
+        self._store(self.keys[:, :, layer], (slots, positions), keys)
+        self._store(self.values[:, :, layer], (slots, positions), values)
 
     def read_layer(self, layer: int, lanes: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The first positions of the first slots, [lanes, length, G, E], as views."""

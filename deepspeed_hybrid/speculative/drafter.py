@@ -3,7 +3,7 @@
 # DeepSpeed Team
 """A draft model at work: its context follows the target's committed tokens, and it proposes a block at a time."""
 
-import copy
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -14,7 +14,7 @@ from deepspeed_hybrid.cache.slot_cache import SlotCache
 from deepspeed_hybrid.compat import ModelCall
 from deepspeed_hybrid.generation.state import DecodeState
 from deepspeed_hybrid.speculative.draft import DFlashDraft, attention, rotated, visible
-from deepspeed_hybrid.speculative.draft_cache import DraftCache
+from deepspeed_hybrid.speculative.serving import ServedDraft
 
 
 class Drafter(Protocol):
@@ -49,8 +49,8 @@ class Drafter(Protocol):
         """Of weights that it holds beside the target's."""
 
 
-class DFlashDrafter:
-    """Serves a copy of a draft model in the target's dtype, over the target's live embedding and head.
+class DFlashDrafter(ServedDraft):
+    """Serves a DFlash draft model.
 
     Args:
         source: the model to copy; ``refresh()`` copies its weights again.
@@ -58,73 +58,47 @@ class DFlashDrafter:
     """
 
     def __init__(self, source: DFlashDraft, call: ModelCall):
-        self.source, self.call = source, call
-        self.layer_ids = source.config.target_layer_ids
-        self.most_tokens = source.config.block_size
-        self.cache: DraftCache | None = None
-        self._serve()
+        config = source.config
+        self.layer_ids = config.target_layer_ids
+        super().__init__(source, call, (config.num_layers, config.num_kv_heads, config.head_dim), config.block_size)
 
     # ----------------------------------------------------------------------------------------------------- weights
 
-    @torch.inference_mode(False)  # whoever makes it there may refresh() it elsewhere
-    @torch.no_grad()
     def _serve(self) -> None:
-        """Make the copy, as the target is now."""
-        weight = self.call.embedding.weight
-        self.device, self.dtype = weight.device, weight.dtype
-        copied = copy.deepcopy(self.source).requires_grad_(False).eval()
-        self.draft = copied.to(device=self.device, dtype=self.dtype)
-        self._stack()
+        super()._serve()
+        self._weight, self._bias, self._key_norms = self._stacks()
 
-    def _stack(self) -> None:
-        """One product for the context's keys and values of all layers: [L * 2 * G * E, D], keys before values."""
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _stacks(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """One product for the context's keys and values of all layers: [L * 2 * G * E, D], keys before values; its
+        bias; and the norms of keys."""
         attentions = [layer.self_attn for layer in self.draft.layers]
         projections = [part for one in attentions for part in (one.k_proj, one.v_proj)]
-        self._weight = torch.cat([projection.weight for projection in projections])
-        self._bias = None
-        if self.draft.config.attention_bias:
-            self._bias = torch.cat([projection.bias for projection in projections])
-        self._key_norms = torch.stack([one.k_norm.weight for one in attentions])
+        biased = self.draft.config.attention_bias
+        return (
+            torch.cat([projection.weight for projection in projections]),
+            torch.cat([projection.bias for projection in projections]) if biased else None,
+            torch.stack([one.k_norm.weight for one in attentions]),
+        )
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the source's weights, in place: every address stays."""
-        for mine, theirs in zip(self.draft.parameters(), self.source.parameters(), strict=True):
-            mine.copy_(theirs)
-        stacks = self._weight, self._bias, self._key_norms
-        self._stack()
-        for old, new in zip(stacks, (self._weight, self._bias, self._key_norms), strict=True):
+        super().refresh()
+        for old, new in zip((self._weight, self._bias, self._key_norms), self._stacks(), strict=True):
             if old is not None:
                 old.copy_(new)
-        self._weight, self._bias, self._key_norms = stacks
+
+    def held_weights(self) -> Iterator[torch.Tensor]:
+        yield from super().held_weights()
+        yield from (part for part in (self._weight, self._bias, self._key_norms) if part is not None)
 
     def describe(self) -> str:
         config = self.draft.config
         return f"DFlash, {config.num_layers} layers over features of layers {list(config.target_layer_ids)}"
 
-    @property
-    def weight_bytes(self) -> int:
-        stacks = [part for part in (self._weight, self._bias, self._key_norms) if part is not None]
-        return sum(part.nbytes for part in (*self.draft.parameters(), *stacks))
-
     # ----------------------------------------------------------------------------------------------------- context
-
-    def attach(self, cache: SlotCache) -> None:
-        weight = self.call.embedding.weight
-        if (weight.dtype, weight.device) != (self.dtype, self.device):
-            self._serve()
-        capacity = cache.capacity + self.most_tokens  # the last block may reach beyond the target's last position
-        self.cache = DraftCache(self.draft.config, cache.slots, capacity, self.dtype, self.device)
-        cache.companions.append(self.cache)
-
-    def cache_bytes(self, slots: int, capacity: int) -> int:
-        config = self.draft.config
-        row = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize
-        return (slots + 1) * (capacity + self.most_tokens) * row
-
-    def release(self) -> None:
-        self.cache = None
 
     def context_keys_values(self, context: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As :meth:`DFlashDraft.context_keys_values`, all layers in one product."""
@@ -139,22 +113,11 @@ class DFlashDrafter:
         return rotated(keys, (cos, sin)), values
 
     def observe(self, features: torch.Tensor, plan: StepPlan) -> None:
-        block = plan.block
-        if block is not None:  # token by token: row i * B + b is token i of lane b
-            features = features.reshape(block.tokens, plan.lanes, -1).transpose(0, 1)
-            positions = block.positions.t()
-            slots = self._lane_slots(plan.lanes, plan.parked)[:, None].masked_fill(block.idle.t(), self.cache.slots)
-        else:
-            positions = plan.write_positions
-            slots = self._lane_slots(plan.lanes, plan.parked) if plan.slots is None else plan.slots
+        placed = self.placed(features, plan)
         if plan.first:
             self.cache.clear(plan.slots)
-        keys, values = self.context_keys_values(self.draft.context(features), positions)
-        self.cache.write(slots, positions, keys, values)
-
-    def _lane_slots(self, lanes: int, parked: torch.Tensor) -> torch.Tensor:
-        """[B] int64: each lane's slot, or scratch where it is parked."""
-        return torch.arange(lanes, device=parked.device).masked_fill(parked, self.cache.slots)
+        keys, values = self.context_keys_values(self.draft.context(placed.features), placed.positions)
+        self.cache.write(placed.slots, placed.positions, keys, values)
 
     # ----------------------------------------------------------------------------------------------------- proposals
 
@@ -165,7 +128,7 @@ class DFlashDrafter:
         start = state.position.masked_fill(state.parked, 0)
         positions = start[:, None] + torch.arange(tokens, device=device)
         end = (start + tokens)[:, None].expand_as(positions)
-        slots = self._lane_slots(lanes, state.parked)
+        slots = self.lane_slots(lanes, state.parked)[:, None]
         length = min(kv_length + tokens, self.cache.capacity)
         places = torch.arange(length, device=device)[None]
         masks: dict[tuple, torch.Tensor] = {}
@@ -177,9 +140,4 @@ class DFlashDrafter:
                 masks[kind] = visible(config, layer, positions, places, end)
             return attention(queries, *self.cache.read_layer(layer, lanes, length), masks[kind])
 
-        embeddings = F.embedding(ids, self.call.embedding.weight)
-        hidden = self.draft.block(embeddings, positions, attend)
-        # Not the head's forward: while the target generates it holds the target's last norm too.
-        head = self.call.model.get_output_embeddings()
-        # A head may have more rows than the embedding, which has to read these.
-        return F.linear(hidden[:, 1:], head.weight, head.bias)[..., : self.call.known_ids].argmax(dim=-1)
+        return self.guesses(self.draft.block(self.embedded(ids), positions, attend)[:, 1:])

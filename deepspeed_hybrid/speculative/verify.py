@@ -36,6 +36,7 @@ def verify(
     positions = state.position + steps
     counts = (state.limit - state.length).clamp(0, tokens).masked_fill(state.parked, 0)
     block = BlockPlan(tokens=tokens, positions=positions, idle=steps >= counts, counts=counts)
+    ids = torch.cat([state.token[:, None], drafts], dim=1).t().reshape(-1, 1)
     plan = StepPlan(
         lanes=lanes,
         slots=None,
@@ -44,10 +45,10 @@ def verify(
         write_positions=positions.reshape(-1, 1),
         before=state.position,
         block=block,
+        ids=ids,
     )
-    ids = torch.cat([state.token[:, None], drafts], dim=1)
     with cache.planned(plan):
-        logits = model.logits(ids.t().reshape(-1, 1), positions.reshape(-1, 1), None, cache)
+        logits = model.logits(ids, positions.reshape(-1, 1), None, cache)
     return logits.unflatten(0, (tokens, lanes)), block
 
 
