@@ -9,7 +9,7 @@ import torch
 
 SEGMENT_KINDS = ("all", "fused_glu", "fused_gdn", "fused_attention")
 BACKENDS = ("auto", "cuda", "triton", "torch")
-SPECULATIVE = ("dflash",)
+SPECULATIVE = ("dflash", "mtp")
 AUTO_BLOCK = "auto"  # a draft_block_size
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -42,9 +42,12 @@ class HybridEngineRolloutConfig:
         progress: a bar on stderr over the rows of a call, with the number of tokens so far; where there are several
             processes, on the first only.
         speculative: 'dflash': a draft model guesses several tokens, and a step of the model chooses as many of its
-            own as were guessed right, and one more. Tokens are those of the plain path. None: off.
-        draft_model: the folder of a DFlash checkpoint, or a ``DFlashDraft``, whose weights ``sync_weights`` copies.
+            own as were guessed right, and one more. Tokens are those of the plain path. 'mtp': the same with the MTP
+            head of a Qwen3.5. None: off.
+        draft_model: the folder of a DFlash checkpoint, or a ``DFlashDraft``; for 'mtp' the folder of a Qwen3.5
+            checkpoint, a .safetensors file, or an ``MtpDraft``. ``sync_weights`` copies a module's weights again.
         draft_block_size: tokens of a block, the last one chosen among them; at most the draft's own, which is None.
+            An MTP head runs once for each token behind the first: None is 4, and 16 the most.
             'auto': as many as pay, by measured times and acceptance; where nothing pays, plain steps. Lengths then
             differ from run to run, and the last bits of logprobs with them.
         train_consistent: decode reductions arranged like the training forward's. Not available yet.
