@@ -101,6 +101,9 @@ class MtpTrainer(FeatureTrainer):
         decay: pass i, from 0 on, counts decay ** i.
         clip: of the gradient's norm.
         seed: of the anchors.
+
+    Raises:
+        ValueError: ``tokens`` is below 2.
     """
 
     def __init__(
@@ -114,6 +117,8 @@ class MtpTrainer(FeatureTrainer):
         clip: float = 1.0,
         seed: int = 0,
     ):
+        if tokens < 2:
+            raise ValueError(f"tokens of a block must be at least 2; got {tokens}")
         super().__init__(model, draft, (), learning_rate, anchors, clip, seed)
         self.layer_ids = (len(text_model(self.model).layers) - 1,)
         self.tokens, self.decay = tokens, decay

@@ -28,8 +28,9 @@ def target():
     ("options", "named"),
     [
         (dict(speculative="eagle", draft_model="x"), "speculative must be None or one of .*'dflash'.*got 'eagle'"),
-        (dict(speculative="mtp", draft_model="x"), "speculative must be None or one of .*got 'mtp'"),
+        (dict(speculative="MTP", draft_model="x"), "speculative must be None or one of .*'mtp'.*got 'MTP'"),
         (dict(speculative="dflash"), "draft_model must be set"),
+        (dict(speculative="mtp"), "draft_model must be set"),
         (dict(draft_model="x"), "draft_model must be None where speculative is None; got 'x'"),
         (dict(draft_block_size=4), "draft_block_size must be None where speculative is None"),
         (dict(speculative="dflash", draft_model="x", draft_block_size=1), "draft_block_size must be None, an integer"),
