@@ -20,19 +20,19 @@ FOREIGN = ("embed_tokens.", "lm_head.", "shared_head.")  # of a head with a voca
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def load_mtp(path: str | Path, target: dict) -> MtpDraft:
+def load_mtp(path: str | Path, target: dict | None = None) -> MtpDraft:
     """An MTP head, in the dtype that was saved. Other tensors of a checkpoint are not read.
 
     Args:
         path: a checkpoint's folder with config.json, or one .safetensors file.
-        target: the configuration of the model that it is for, as its config.json has it, which is that of a file.
+        target: the configuration of the model that it is for, as its config.json has it; a file has no other.
 
     Raises:
         ValueError: what is not supported, and weights that are missing, not known, of another shape or dtype; named.
     """
     path = Path(path)
     if path.is_file():
-        return mtp_from(MtpConfig.from_json(target, "the model"), read_tensors([path]))
+        return mtp_from(MtpConfig.from_json(target or {}, "the model"), read_tensors([path]))
     if not path.is_dir():
         raise ValueError(f"draft_model must be a folder, a .safetensors file or an MtpDraft; got {str(path)!r}")
     return mtp_from(MtpConfig.read(path), read_tensors(tensor_files(path)))

@@ -120,7 +120,7 @@ def mtp_head(target: nn.Module, model: str) -> tuple[MtpDraft, float]:
     folder = Path(cached_file(model, "config.json")).parent
     if has_mtp(folder):
         print("training goes on from the model's own MTP head")
-        return load_mtp(folder, {}).float(), FOLLOWING_RATE
+        return load_mtp(folder).float(), FOLLOWING_RATE
     print("the model has no MTP head: training starts from random weights")
     return MtpDraft(MtpConfig.from_json(text_config(target).to_dict(), "the model")), RATE
 

@@ -47,7 +47,7 @@ def assert_same_head(one, other) -> None:
 def test_wherever_the_tensors_are(target, tmp_path, prefix, shards):
     draft = published(target, tmp_path, prefix, shards=shards)
     assert has_mtp(tmp_path)
-    assert_same_head(load_mtp(tmp_path, {}), draft)
+    assert_same_head(load_mtp(tmp_path), draft)
     if shards == 1:  # a file alone has the shape of the model that it is for
         assert_same_head(load_mtp(str(tmp_path / "model-0.safetensors"), target.config.to_dict()), draft)
 
@@ -55,7 +55,7 @@ def test_wherever_the_tensors_are(target, tmp_path, prefix, shards):
 def test_of_a_model_that_reads_images(tmp_path):
     target = tiny_model("qwen3_5_conditional")
     draft = published(target, tmp_path, "model.language_model.")
-    assert_same_head(load_mtp(tmp_path, {}), draft)
+    assert_same_head(load_mtp(tmp_path), draft)
     rollout = rollout_of(target, speculative="mtp", draft_model=str(tmp_path / "model-0.safetensors"))
     assert_same_head(rollout._speculation.drafter.source, draft)
 
@@ -74,7 +74,7 @@ def test_what_was_saved_is_read(target, tmp_path, dtype):
     draft = tiny_mtp(target, attention_bias=True, rms_norm_eps=1e-5)
     assert draft.layers[0].self_attn.q_proj.bias is not None
     save_mtp(draft, tmp_path / "new", dtype)
-    assert_same_head(load_mtp(tmp_path / "new", {}), draft.to(dtype or torch.float32))
+    assert_same_head(load_mtp(tmp_path / "new"), draft.to(dtype or torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_what_was_saved_is_read(target, tmp_path, dtype):
 def test_configurations_of_other_heads(target, tmp_path, settings, named):
     published(target, tmp_path, **settings)
     with pytest.raises(ValueError, match=named):
-        load_mtp(tmp_path, {})
+        load_mtp(tmp_path)
 
 
 def remove(weights) -> None:
@@ -125,7 +125,7 @@ def change(name: str, weight: torch.Tensor):
 def test_weights_of_other_heads(target, tmp_path, changed, named):
     published(target, tmp_path, change=changed)
     with pytest.raises(ValueError, match=named):
-        load_mtp(tmp_path, {})
+        load_mtp(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -149,10 +149,10 @@ def test_what_a_rollout_refuses(target, draft, options, named):
 
 def test_a_folder_without_files(target, tmp_path):
     with pytest.raises(ValueError, match="must be a folder with a config.json, or an MtpDraft"):
-        load_mtp(tmp_path, {})
+        load_mtp(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(target.config.to_dict()))
     with pytest.raises(ValueError, match="has no .safetensors file"):
-        load_mtp(tmp_path, {})
+        load_mtp(tmp_path)
     assert not has_mtp(tmp_path)
 
 

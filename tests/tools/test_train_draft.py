@@ -88,7 +88,7 @@ def test_an_mtp_head_from_nothing_and_on_from_there(saved, tmp_path, capsys):
     shutil.copy(out / "model.safetensors", model / "mtp.safetensors")
     assert main(["train-draft", *options, "--out", str(again), "--steps", "1"]) == 0
     assert "goes on from the model's own MTP head" in capsys.readouterr().out
-    first, second = load_mtp(out, {}), load_mtp(again, {})
+    first, second = load_mtp(out), load_mtp(again)
     change = (first.fc.weight - second.fc.weight).abs().max()
     assert 0 < change < 2e-5  # one step at the rate of a head that is there
     target, prompts = tiny_model(), ragged_prompts([5, 2])
