@@ -36,13 +36,14 @@ def tiny_mtp(target: nn.Module, seed: int = 0, **settings) -> MtpDraft:
     for parameter in draft.parameters():
         if parameter.dim() == 1:
             parameter.uniform_(-0.5, 0.5)
-    return draft
+    return draft.to(text_model(target).embed_tokens.weight.device)
 
 
 def taught_mtp(target: nn.Module, prompts, new_tokens: int, steps: int = 30) -> MtpDraft:
     """A head that has the model's greedy answers to these prompts by heart."""
     draft = tiny_mtp(target)
-    rows = Answered.of(greedy(rollout_of(target), prompts, new_tokens))
+    said = Answered.of(greedy(rollout_of(target), prompts, new_tokens))
+    rows = Answered(said.ids.to(draft.fc.weight.device), said.answered.to(draft.fc.weight.device))
     trainer = MtpTrainer(target, draft, learning_rate=3e-3, anchors=16)
     features = trainer.features(rows)
     for _ in range(steps):
@@ -100,7 +101,7 @@ class Oracle:
             known = self.norms["pre_fc_norm_hidden"](torch.stack(states))
             read = self.norms["pre_fc_norm_embedding"](embeddings[1 : len(states) + 1])
             x = torch.cat([read, known], dim=-1) @ self.fc.T
-            positions = torch.arange(len(x))[None]
+            positions = torch.arange(len(x)).expand(3, 1, -1)  # one axis for each of an image's
             mask = torch.full((len(x), len(x)), float("-inf")).triu(1)[None, None]
             out = self.layer(x[None], position_embeddings=self.rotary(x[None], positions), attention_mask=mask)
             outputs.append(self.norms["norm"](out[0, -1]))

@@ -5,15 +5,17 @@
 
 For the token at position q it merges two norms, of the token's embedding and of the target's hidden state at q - 1,
 runs one full-attention layer over all such pairs so far, and guesses the token at q + 1 by the target's own head. For
-the tokens behind, the layer runs again on its own output. What other implementations and issues about them agree on,
-since shapes do not tell:
+the tokens behind, the layer runs again on its own output. What shapes do not tell, as vLLM and transformers' generic
+``MtpModel`` have it:
 
-* the hidden state is behind the target's last norm, where its head reads it; ``pre_fc_norm_hidden`` comes on top. The
-  residual stream before it drafts well too, and is accepted less;
+* the hidden state is behind the target's last norm, where its head reads it; ``pre_fc_norm_hidden`` comes on top. With
+  the residual stream before that norm guesses look right, and fewer are: LightLLM measured 1.8 tokens a step on
+  Qwen3.5-0.8B in place of 2.7, with three passes;
 * the embedding comes first in ``fc``'s input;
 * ``norm`` is behind the layer, and what it gives is both the head's input and the hidden state of the next pass;
-* positions may count from either of a pair's two: the rotary embedding only knows differences;
-* nothing is special about the first pair of a sequence. Token 0 has none.
+* positions are those of the tokens (transformers) or of the hidden states (vLLM): the rotary embedding only knows
+  differences;
+* the first pair of a sequence is like any other. Token 0 is in none.
 """
 
 from collections.abc import Callable
