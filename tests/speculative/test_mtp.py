@@ -17,6 +17,7 @@ LENGTHS, NEW_TOKENS = [5, 1, 17, 2], 12
 CASES = {  # who proposes, tokens of a prefill forward, and of each block in turn
     "blocks": ("taught", 8192, (4,), dict(temperature=0.0)),
     "long blocks": ("taught", 4, (7, 2), dict(temperature=0.0)),
+    "beyond limits": ("random", 8192, (4,), dict(temperature=0.0)),
     "plain steps between": ("random", 8192, (1, 4, 2, 1, 1, 3), dict(temperature=1.0)),
     "samples": ("random", 4, (3, 1), dict(temperature=1.0, n_samples_per_prompt=2)),
     "refills": ("taught", 4, (4, 1, 2), dict(temperature=0.0, n_samples_per_prompt=2, continuous_batch_size=3)),
