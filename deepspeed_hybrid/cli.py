@@ -125,7 +125,10 @@ def _add_bench(commands) -> None:
     decode.add_argument("--runs", type=_positive, default=3, help="timed calls a batch size (default: %(default)s)")
     decode.add_argument("--seed", type=int, default=0, help="of weights and prompts (default: %(default)s)")
     decode.add_argument(
-        "--segki", choices=SEGKI_CHOICES, default="on", help="segment kernels; both: one after the other (default: on)"
+        "--segki",
+        choices=SEGKI_CHOICES,
+        default="on",
+        help="segment kernels; consistent: with train_consistent; both: off and on; all: each in turn (default: on)",
     )
     decode.add_argument(
         "--sampling",

@@ -36,9 +36,11 @@ from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves, fu
 from deepspeed_hybrid.ops.gated_heads import gated_heads
 from deepspeed_hybrid.ops.gated_norm import gated_norm
 from deepspeed_hybrid.ops.gdn_block import gdn_block, gdn_block_reference, gdn_commit, gdn_commit_reference
+from deepspeed_hybrid.ops.gdn_chunks import gdn_chunks
 from deepspeed_hybrid.ops.gdn_conv import gdn_conv
 from deepspeed_hybrid.ops.gdn_decode import gdn_decode, gdn_decode_reference
 from deepspeed_hybrid.ops.gdn_gates import gdn_gates, gdn_gates_reference
+from deepspeed_hybrid.ops.keep_tokens import keep_tokens
 from deepspeed_hybrid.ops.loader import op_obstacle, triton_obstacle
 from deepspeed_hybrid.ops.prompt_heads import prompt_heads
 from deepspeed_hybrid.ops.rotary_tables import rotary_tables, rotary_tables_reference
@@ -161,8 +163,8 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
     fused_kinds = cfg.segki_kernel if _decide("use_segki", cfg.use_segki, obstacle, off) else None
     may_move = zero_stage(engine) == 0
     ops = {name: _op(name, op, reference, device, cfg, off) for name, (op, reference) in OPS.items()}
-    chain = chain_ops(device, cfg.segki_backend, cfg.batch_invariant)
-    if device.type == "cuda" and isinstance(chain, DecodeOps):
+    chain = chain_ops(device, cfg.segki_backend, cfg.batch_invariant, cfg.train_consistent)
+    if device.type == "cuda" and isinstance(chain, DecodeOps) and not cfg.train_consistent:
         obstacle = few_rows.obstacle(device.index)
         if obstacle:
             off["few_rows_linear op"] = obstacle
@@ -263,21 +265,28 @@ def backend_obstacle(backend: str, device: torch.device) -> str | None:
     return None
 
 
-def chain_ops(device: torch.device, backend: str, batch_invariant: bool = False) -> DecodeOps | str:
+def chain_ops(
+    device: torch.device, backend: str, batch_invariant: bool = False, train_consistent: bool = False
+) -> DecodeOps | str:
     """The ops of whole decoder layers in a decode step, Triton's on CUDA, or why there are none."""
     if device.type != "cuda":
         return _reference_ops(batch_invariant)
     obstacle = _triton_off(backend)
     if obstacle:
         return obstacle
-    products = fused_linear.normed_linear, fused_linear.residual_linear
+    products: tuple[Callable, Callable] = fused_linear.normed_linear, fused_linear.residual_linear
+    if train_consistent:
+        products = fused_linear.normed_linear_by_library, fused_linear.residual_linear_by_library
     if batch_invariant:
         products = partial(normed_linear_in_groups, products[0]), partial(residual_linear_in_groups, products[1])
     shared = SharedSum(products[0], fused_linear.normed_rows, direct=True)
     attention = partial(attention_decode, splits=SPLITS) if batch_invariant else attention_decode
     block = partial(token_by_token, attention) if batch_invariant else attention_block
     rest = attention, block, embedded_rows, rotary_tables
-    return DecodeOps(fused_linear.normed_rows, *products, shared, gdn_decode, gdn_block, gdn_commit, *rest)
+    # Prompts and training go through flash-linear-attention there.
+    one, several = partial(gdn_decode, rounded_heads=True), partial(gdn_block, rounded_heads=True)
+    gdn = one, several, partial(gdn_commit, rounded_heads=True)
+    return DecodeOps(fused_linear.normed_rows, *products, shared, *gdn, *rest)
 
 
 def _reference_ops(batch_invariant: bool) -> DecodeOps:
@@ -303,7 +312,9 @@ def prompt_ops(device: torch.device, backend: str, off: dict[str, str]) -> Promp
     if obstacle:
         off["prompt ops"] = obstacle
         return MODELS_OWN
-    return PromptOps(gdn_conv, fused_linear.normed_rows, gated_norm, rotary_tables, prompt_heads, gated_heads)
+    attention = rotary_tables, prompt_heads, gated_heads, keep_tokens
+    products = fused_linear.normed_linear, fused_linear.residual_linear
+    return PromptOps(gdn_conv, gdn_chunks, fused_linear.normed_rows, gated_norm, *attention, *products)
 
 
 def _triton_off(backend: str) -> str | None:

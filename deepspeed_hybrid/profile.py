@@ -57,6 +57,12 @@ class Figures:
         """Of a call that begins now."""
         return CallClock(dict(self.trace.totals))
 
+    def note_end(self, job: Job, clock: CallClock) -> None:
+        """All rows are queued. A profile says how long they took; without one only the batch is waited for."""
+        if self.trace.on:
+            job.answers.ends()
+        clock.is_done()
+
     def export(self, path: str | Path) -> None:
         """All stages so far, as a Chrome trace."""
         if not self.trace.on:
@@ -73,7 +79,7 @@ class Figures:
             "post_processing_ms": (end - clock.done) * 1000,
             "total_ms": (end - clock.start) * 1000,
         }
-        lengths = job.answers.lengths.tolist()
+        lengths, _ = job.answers.ends()
         if job.continuous_slots is not None:
             peak = max(job.prompts.lengths[row // job.plan.samples] + length for row, length in enumerate(lengths))
             self.continuous_stats = continuous_stats(job.stats, arena, lengths, peak, times["total_ms"])

@@ -129,7 +129,7 @@ class HybridEngineRollout(RolloutEngine):
         job = self._agree(request, sampling)
         clock.is_checked()
         self._run_to_the_end(job)
-        clock.is_done()
+        self._figures.note_end(job, clock)
         batch = assemble(request, job.plan.samples, job.answers, pad_id(self.tokenizer))
         self._figures.take(job, clock, self._arena, self._more_figures)
         return batch

@@ -88,9 +88,10 @@ def normed_linear_oracle(
 def hidden_oracle(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, *_, **__
 ) -> torch.Tensor:
-    """The first result of residual_linear."""
-    hidden = residual.double() + x.double() @ weight.double().t()
-    return hidden if bias is None else hidden + bias.double()
+    """The first result of residual_linear, whose product is rounded behind its bias."""
+    product = x.double() @ weight.double().t()
+    product = product if bias is None else product + bias.double()
+    return residual.double() + product.to(x.dtype).double()
 
 
 def finished(scaled: torch.Tensor, squares: torch.Tensor, eps: float) -> torch.Tensor:

@@ -169,13 +169,20 @@ recurrent_rule = in_float64(qwen.torch_recurrent_gated_delta_rule)
 gated_norm = in_float64(qwen.Qwen3_5RMSNormGated.forward)
 
 
-def mixed_of(shape: Shape, layer: dict, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """float64 q, k [rows, length, HK, DK] and v [rows, length, HV, DV] after the conv over sequences from 0."""
+def mixed_of(
+    shape: Shape, layer: dict, tokens: torch.Tensor, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, ...]:
+    """float64 q, k [rows, length, HK, DK] and v [rows, length, HV, DV] after the conv over sequences from 0.
+
+    ``dtype``: of the model, which the conv's sums are rounded to where its weight has it, and their activation is.
+    """
     rows, length, _ = tokens.shape
     raw = tokens[..., : shape.channels].double().transpose(1, 2)
     weight, bias = (None if layer[name] is None else layer[name].double() for name in ("conv_weight", "conv_bias"))
     padded = F.pad(raw, (shape.kernel - 1, 0))
-    mixed = F.silu(F.conv1d(padded, weight[:, None], bias, groups=shape.channels)).transpose(1, 2)
+    mixed = F.conv1d(padded, weight[:, None], bias, groups=shape.channels)
+    mixed = mixed.to(dtype).double() if layer["conv_weight"].dtype == dtype else mixed
+    mixed = F.silu(mixed).to(dtype).double().transpose(1, 2)
     keys, values = shape.key_heads * shape.key_dim, shape.value_heads * shape.value_dim
     query, key, value = mixed.split([keys, keys, values], dim=-1)
     heads = (rows, length, shape.key_heads, shape.key_dim)
@@ -190,14 +197,19 @@ def gates_of(shape: Shape, layer: dict, tokens: torch.Tensor) -> tuple[torch.Ten
 
 
 def oracle(
-    shape: Shape, layer: dict, tokens: torch.Tensor, state: torch.Tensor | None = None
+    shape: Shape,
+    layer: dict,
+    tokens: torch.Tensor,
+    state: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs [rows, length, HV * DV] and the last state, of sequences from their beginning, in float64.
 
-    ``state`` is the one before the first token; zeros unless given.
+    ``state`` is the one before the first token; zeros unless given. What goes into the scan is what ``dtype`` holds.
     """
-    query, key, value = mixed_of(shape, layer, tokens)
+    query, key, value = mixed_of(shape, layer, tokens, dtype)
     beta, g = gates_of(shape, layer, tokens)
+    beta = beta.to(dtype).double()
     initial = None if state is None else state.double()
     core, last = recurrent_rule(query, key, value, g, beta, initial, True, True)
     norm = SimpleNamespace(weight=layer["norm_weight"].double(), variance_epsilon=layer["eps"], activation="silu")
@@ -217,5 +229,6 @@ def one_token_oracle(shape: Shape, arguments: dict) -> tuple[torch.Tensor, torch
     outer = torch.zeros(rows, sum(shape.columns) - shape.channels, dtype=torch.float64)
     outer[:, shape.columns[1] :] = float("-inf")
     tokens = [torch.cat([tap.double(), outer], dim=1) for tap in taps] + [arguments["projected"].double()]
-    out, state = oracle(shape, layer, torch.stack(tokens, dim=1), arguments["state"][:rows])
+    tokens, dtype = torch.stack(tokens, dim=1), arguments["projected"].dtype
+    out, state = oracle(shape, layer, tokens, arguments["state"][:rows], dtype)
     return out[:, -1], state

@@ -105,9 +105,10 @@ def extreme_gate_arguments(dtype: torch.dtype) -> dict:
 def gates_oracle(
     b: torch.Tensor, a: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, parked: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In float64 on the CPU."""
+    """In float64 on the CPU; beta is what b's dtype holds."""
+    kind = b.dtype
     b, a, A_log, dt_bias = (tensor.cpu().double() for tensor in (b, a, A_log, dt_bias))
-    beta = 1 / (1 + (-b).exp())
+    beta = (1 / (1 + (-b).exp())).to(kind).double()
     g = -A_log.exp() * torch.logaddexp(a + dt_bias, torch.zeros(()).double())
     if parked is not None:
         beta[parked.cpu()], g[parked.cpu()] = 0, 0

@@ -46,7 +46,7 @@ def heads_arguments(
 def heads_oracle(
     projected, cos, sin, q_norm, k_norm, norm_offset, eps, query_heads, kv_heads, head_dim, gated
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Head by head, and a rotation as a product of complex numbers."""
+    """Head by head, rounded behind its norm, and a rotation as a product of complex numbers."""
     half, results = cos.shape[-1] // 2, []
     turn = torch.complex(cos.double(), sin.double())[..., :half]
     start, step = 0, head_dim * (1 + gated)
@@ -56,7 +56,7 @@ def heads_oracle(
             vector = projected[..., start + head * stride : start + head * stride + head_dim].double()
             if weight is not None:
                 root = (vector.square().sum(-1, keepdim=True) / head_dim + eps).sqrt()
-                vector = vector / root * (weight.double() + norm_offset)
+                vector = (vector / root * (weight.double() + norm_offset)).to(projected.dtype).double()
             turned = torch.complex(vector[..., :half], vector[..., half : 2 * half]) * turn
             vectors.append(torch.cat([turned.real, turned.imag, vector[..., 2 * half :]], dim=-1))
         results.append(torch.stack(vectors, dim=2))

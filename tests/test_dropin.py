@@ -252,7 +252,7 @@ BAD_CONFIG = {
     "max_graphs": [0, None],
     "poll_every": [0, 1.5],
     "batch_invariant": [None, 1],
-    "train_consistent": [True],
+    "train_consistent": [None, 1],
 }
 
 

@@ -85,10 +85,10 @@ public:
     __device__ __forceinline__ void load(int tile)
     {
         for_each(tile, [&](int i, int j, int row, int column) {
-            after_[i][j] = gain_[j] = 0.0f;
-            if (args_.bias) after_[i][j] = value(args_.bias, column);
+            residual_[i][j] = bias_[j] = gain_[j] = 0.0f;
+            if (args_.bias) bias_[j] = value(args_.bias, column);
             if (args_.residual) {
-                after_[i][j] += value(args_.residual, offset(row, column));
+                residual_[i][j] = value(args_.residual, offset(row, column));
                 gain_[j] = value(args_.next_norm, column) + args_.next_offset;
             }
         });
@@ -99,16 +99,17 @@ public:
         float squares[kRowsOfWarp] = {};
         for_each(tile, [&](int i, int j, int row, int column) {
             const int at = threadIdx.x % kWarp + j * kWarp;
-            float product = factors[row] * sum_of_warps<S>(shared, args_.split, row, at);
+            const float sum = factors[row] * sum_of_warps<S>(shared, args_.split, row, at);
+            float result = rounded(sum + bias_[j]);
             if constexpr (glu) {
                 const float up =
                     factors[row] * sum_of_warps<S>(shared, args_.split, row, at + kOut);
-                product *= up / (1.0f + expf(-product));
+                result = rounded(result / (1.0f + expf(-result))) * rounded(up);
             }
-            const Element rounded = product + after_[i][j];
-            static_cast<Element*>(args_.out)[offset(row, column)] = rounded;
+            const Element out = result + residual_[i][j];
+            static_cast<Element*>(args_.out)[offset(row, column)] = out;
             if (args_.residual) {
-                const float hidden = rounded;  // the next norm sees what its layer sees
+                const float hidden = out;  // the next norm sees what its layer sees
                 static_cast<Element*>(args_.scaled)[offset(row, column)] = hidden * gain_[j];
                 if (column >= tile * kOut) squares[i] += hidden * hidden;
             }
@@ -149,6 +150,10 @@ private:
     {
         return static_cast<int64_t>(row) * args_.columns + column;
     }
+    static __device__ __forceinline__ float rounded(float value)
+    {
+        return static_cast<Element>(value);
+    }
     static __device__ __forceinline__ float value(const void* of, int64_t at)
     {
         return static_cast<float>(static_cast<const Element*>(of)[at]);
@@ -156,7 +161,7 @@ private:
 
     const FewRowsArguments& args_;
     const int warp_, warps_;  // of the cluster
-    float after_[kRowsOfWarp][kColumnsOfLane], gain_[kColumnsOfLane];
+    float residual_[kRowsOfWarp][kColumnsOfLane], bias_[kColumnsOfLane], gain_[kColumnsOfLane];
 };
 
 }  // namespace ds_hybrid

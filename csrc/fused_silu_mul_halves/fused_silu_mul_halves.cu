@@ -54,9 +54,9 @@ __global__ void __launch_bounds__(kThreads) silu_mul(const SiluMulArguments args
         Packed products;
 #pragma unroll
         for (int k = 0; k < N; ++k) {
-            const float product =
-                silu(static_cast<float>(gates.values[k])) * static_cast<float>(ups.values[k]);
-            products.values[k] = static_cast<Element>(product);
+            const Element opened = static_cast<Element>(silu(static_cast<float>(gates.values[k])));
+            products.values[k] = static_cast<Element>(static_cast<float>(opened) *
+                                                      static_cast<float>(ups.values[k]));
         }
         store(out + i, products);
     }

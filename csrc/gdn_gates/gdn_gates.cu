@@ -6,6 +6,7 @@
 // the types are looked at while running, which keeps this one kernel.
 
 #include <c10/cuda/CUDAException.h>
+#include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
 #include "activations.cuh"
@@ -38,6 +39,14 @@ __device__ __forceinline__ float value_of(uint32_t bits, c10::ScalarType type)
     return static_cast<float>(c10::Half(static_cast<uint16_t>(bits), c10::Half::from_bits()));
 }
 
+// What that type holds of a value.
+__device__ __forceinline__ float rounded(float value, c10::ScalarType type)
+{
+    if (type == c10::ScalarType::Float) return value;
+    if (type == c10::ScalarType::BFloat16) return static_cast<c10::BFloat16>(value);
+    return static_cast<c10::Half>(value);
+}
+
 __global__ void __launch_bounds__(kThreads) gates(const GateArguments args)
 {
     const uint32_t index = blockIdx.x * kThreads + threadIdx.x;
@@ -51,7 +60,7 @@ __global__ void __launch_bounds__(kThreads) gates(const GateArguments args)
     const uint32_t dt_bias = bits_at(args.dt_bias.data, args.dt_bias.type, head);
     const bool parked = args.parked != nullptr && args.parked[row];
 
-    const float beta = sigmoid(value_of(b, args.b.type));
+    const float beta = rounded(sigmoid(value_of(b, args.b.type)), args.b.type);
     const float rate = expf(value_of(A_log, args.A_log.type));
     const float step = softplus(value_of(a, args.a.type) + value_of(dt_bias, args.dt_bias.type));
     args.beta[index] = parked ? 0.0f : beta;

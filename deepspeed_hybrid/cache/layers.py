@@ -91,9 +91,13 @@ class SlotKVLayer(StaticLayer):
         self.is_initialized = True
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, keep: Callable | None = None, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write [B, heads, T, head_dim] by the plan; return what attention reads, [B, heads, plan.kv_length, ...]."""
+        """Write [B, heads, T, head_dim] by the plan; return what attention reads, [B, heads, plan.kv_length, ...].
+
+        Args:
+            keep: the ``keep_tokens`` op, or None to write in plain torch.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         plan = self.holder.plan
@@ -102,9 +106,12 @@ class SlotKVLayer(StaticLayer):
             for buffer in (self.keys, self.values):
                 buffer.index_fill_(0, plan.slots, 0.0)
         rows = plan.slots if plan.slots is not None else self.holder.once("write_slots", self._write_slots)
-        where = (rows[:, None], slice(None), plan.write_positions)
-        self.keys[where] = key_states.transpose(1, 2)
-        self.values[where] = value_states.transpose(1, 2)
+        if keep is not None:
+            keep(self.keys, self.values, key_states, value_states, rows, plan.write_positions)
+        else:
+            where = (rows[:, None], slice(None), plan.write_positions)
+            self.keys[where] = key_states.transpose(1, 2)
+            self.values[where] = value_states.transpose(1, 2)
         if plan.first and plan.token_mask is None:  # nothing else is to be seen
             return key_states, value_states
         return self._read(self.keys, plan), self._read(self.values, plan)
@@ -133,7 +140,7 @@ class SlotGdnLayer(LinearAttentionLayer):
     """Conv window [slots + 1, channels, kernel] and recurrent state [slots + 1, v_heads, k_dim, v_dim].
 
     The window keeps the projection's dtype, the recurrent state ``state_dtype``. It is a ring: the token at position p
-    is in column p % kernel. :meth:`read` and :meth:`write` have it in the order of time, the latest token last.
+    is in column p % kernel. What is read and written has it in the order of time, the latest token last.
     """
 
     def __init__(self, holder: PlanHolder, slots: int, state_dtype: torch.dtype):
@@ -150,24 +157,29 @@ class SlotGdnLayer(LinearAttentionLayer):
         self.window = torch.zeros(rows, projected.shape[-1], kernel_size, dtype=projected.dtype, device=device)
         self.state = torch.zeros(rows, *state_shape, dtype=self.state_dtype, device=device)
 
-    def read(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Window [B, channels, kernel] and state [B, v_heads, k_dim, v_dim] before the planned tokens; no state, which
-        is zeros, before the first of a sequence."""
+    def read_window(self) -> torch.Tensor | None:
+        """[B, channels, kernel] before the planned tokens; None, for zeros, before the first of a sequence."""
         plan = self.holder.plan
-        if plan.slots is None:
-            return self._in_time(self.window[: plan.lanes]), self.state[: plan.lanes]
         if plan.first:
-            return self.window.new_zeros(plan.lanes, *self.window.shape[1:]), None
-        ring, state = self.window.index_select(0, plan.slots), self.state.index_select(0, plan.slots)
-        return self._in_time(ring), state
+            return None
+        return self._in_time(
+            self.window[: plan.lanes] if plan.slots is None else self.window.index_select(0, plan.slots)
+        )
+
+    def read_state(self) -> torch.Tensor | None:
+        """[B, v_heads, k_dim, v_dim], likewise."""
+        plan = self.holder.plan
+        if plan.first:
+            return None
+        return self.state[: plan.lanes] if plan.slots is None else self.state.index_select(0, plan.slots)
 
     def _in_time(self, ring: torch.Tensor) -> torch.Tensor:
         holder, kernel = self.holder, ring.shape[-1]
         order = holder.once(("window", kernel), lambda: window_order(holder.plan.before, kernel))
         return ring.gather(2, order.expand(ring.shape))
 
-    def write(self, window: torch.Tensor, state: torch.Tensor) -> None:
-        """Store what :meth:`read` returns next time."""
+    def write_window(self, window: torch.Tensor) -> None:
+        """Store what :meth:`read_window` returns next time."""
         plan = self.holder.plan
         kernel = window.shape[-1]
         order = self.holder.once(("ring", kernel), lambda: ring_order(plan.lengths(), kernel))
@@ -175,11 +187,16 @@ class SlotGdnLayer(LinearAttentionLayer):
         if plan.slots is None:
             before = self.window[: plan.lanes]
             torch.where(plan.parked[:, None, None], before, ring, out=before)
-            if state.data_ptr() != self.state.data_ptr():  # else it was updated in place
-                self.state[: plan.lanes].copy_(state)
         else:
             self.window.index_copy_(0, plan.slots, ring)
+
+    def write_state(self, state: torch.Tensor) -> None:
+        """Store what :meth:`read_state` returns next time."""
+        plan = self.holder.plan
+        if plan.slots is not None:
             self.state.index_copy_(0, plan.slots, state.to(self.state_dtype))
+        elif state.data_ptr() != self.state.data_ptr():  # else it was updated in place
+            self.state[: plan.lanes].copy_(state)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {} if self.window is None else {"gdn_conv": self.window, "gdn_state": self.state}

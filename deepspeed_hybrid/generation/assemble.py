@@ -12,22 +12,38 @@ from deepspeed_hybrid.ops.decode_step import STOPPED
 
 
 def assemble(request: RolloutRequest, samples: int, answers: Answers, pad: int) -> RolloutBatch:
-    """Prompts as they came, answers cut to the longest and padded, on the request's device. Reads lengths: a sync."""
+    """Prompts as they came, answers cut to the longest and padded, on the request's device.
+
+    Where that is the rows' own device, all is queued at full width before the host waits for the lengths: a call's
+    last wait is then the end of it, unless an answer as long as may be is not among them.
+    """
     device, width = request.prompt_ids.device, request.prompt_ids.shape[1]
-    longest = int(answers.lengths.max())
+    rows, columns = answers.tokens.shape
+    longest = columns if answers.tokens.device == device else max(answers.ends()[0])
     lengths = answers.lengths.to(device)
     valid = torch.arange(longest, device=device)[None, :] < lengths[:, None]
-    response = answers.tokens[:, :longest].to(device).masked_fill(~valid, pad)
-    logprobs = answers.logprobs[:, :longest].to(device).masked_fill(~valid, 0.0)
-    prompt = request.prompt_ids.long().repeat_interleave(samples, dim=0)
-    prompt_mask = request.prompt_attention_mask.long().repeat_interleave(samples, dim=0)
+    padding = ~valid
+    response = answers.tokens[:, :longest].to(device).masked_fill(padding, pad)
+    logprobs = answers.logprobs[:, :longest].to(device).masked_fill(padding, 0.0)
+    prompt, prompt_mask = request.prompt_ids.long(), request.prompt_attention_mask.long()
+    if samples > 1:
+        prompt, prompt_mask = (part.repeat_interleave(samples, dim=0) for part in (prompt, prompt_mask))
+    input_ids = torch.cat([prompt, response], dim=1)
+    attention_mask = torch.cat([prompt_mask, valid.long()], dim=1)
+    starts = torch.full((rows,), width, dtype=torch.long, device=device)
+    known, codes = answers.ends()
+    surplus = longest - max(known)
+    if surplus:
+        input_ids, attention_mask, logprobs = (
+            part[:, :-surplus].contiguous() for part in (input_ids, attention_mask, logprobs)
+        )
     return RolloutBatch(
-        input_ids=torch.cat([prompt, response], dim=1),
-        attention_mask=torch.cat([prompt_mask, valid.long()], dim=1),
-        response_start_idx=torch.full((prompt.shape[0],), width, dtype=torch.long, device=device),
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        response_start_idx=starts,
         logprobs=logprobs,
         response_lengths=lengths,
-        finish_reasons=[finish_reason(code) for code in answers.finish.tolist()],
+        finish_reasons=[finish_reason(code) for code in codes],
     )
 
 

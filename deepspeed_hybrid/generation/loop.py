@@ -26,21 +26,32 @@ from deepspeed_hybrid.generation.transfer import upload
 
 @dataclass
 class Answers:
-    """What the rows produced: tokens [R, C] int64, logprobs [R, C] fp32, lengths [R] int64, finish [R] uint8."""
+    """What the rows produced: tokens [R, C] int64, logprobs [R, C] fp32, lengths [R] int64, finish [R] uint8.
+
+    A row is what memory held before until it has ended.
+    """
 
     tokens: torch.Tensor
     logprobs: torch.Tensor
     lengths: torch.Tensor
     finish: torch.Tensor
+    _ends: tuple[list[int], list[int]] | None = None
 
     @classmethod
     def empty(cls, rows: int, columns: int, device: torch.device) -> "Answers":
         return cls(
-            tokens=torch.zeros(rows, columns, dtype=torch.int64, device=device),
-            logprobs=torch.zeros(rows, columns, dtype=torch.float32, device=device),
-            lengths=torch.zeros(rows, dtype=torch.int64, device=device),
-            finish=torch.zeros(rows, dtype=torch.uint8, device=device),
+            tokens=torch.empty(rows, columns, dtype=torch.int64, device=device),
+            logprobs=torch.empty(rows, columns, dtype=torch.float32, device=device),
+            lengths=torch.empty(rows, dtype=torch.int64, device=device),
+            finish=torch.empty(rows, dtype=torch.uint8, device=device),
         )
+
+    def ends(self) -> tuple[list[int], list[int]]:
+        """Lengths and finish codes once every row has ended; the first call waits for the device."""
+        if self._ends is None:
+            lengths, finish = torch.stack([self.lengths, self.finish.long()]).tolist()
+            self._ends = lengths, finish
+        return self._ends
 
     def take(self, state: DecodeState, slots: list[int], rows: list[int]) -> None:
         """Copy finished slots' answers, in stream order and without waiting for them."""
@@ -144,8 +155,12 @@ def run_rows(
             stats.lane_steps += burst * arena.lanes
             stats.occupied.append(scheduler.running)
             progress.add(tokens=burst * scheduler.running)
-            flags.record(scheduler.occupants)
-            finished = flags.finished(scheduler.occupants, wait_for_all=steps_left == 0)
+            if steps_left:
+                flags.record(scheduler.occupants)
+                finished = flags.finished(scheduler.occupants)
+            else:  # every row has had as many tokens as it may: nobody waits to look
+                flags.forget()
+                finished = [slot for slot, row in enumerate(scheduler.occupants) if row is not None]
             if finished:
                 rows = [scheduler.retire(slot) for slot in finished]
                 stats.retired_at.update((row, stats.decode_forwards) for row in rows)
@@ -257,10 +272,14 @@ class StopFlags:
             event.record()
         self._queued.append((flags, event, list(occupants)))
 
-    def finished(self, occupants: list[int | None], wait_for_all: bool) -> list[int]:
+    def forget(self) -> None:
+        """What is queued is of rows that are known to have ended."""
+        self._queued.clear()
+
+    def finished(self, occupants: list[int | None]) -> list[int]:
         """Slots whose present row is known to have ended. A row may have moved since its copy was queued."""
         ended: set[int | None] = set()
-        while len(self._queued) > (1 if self.asynchronous and not wait_for_all else 0):
+        while len(self._queued) > (1 if self.asynchronous else 0):
             flags, event, then = self._queued.popleft()
             if event is not None:
                 event.synchronize()

@@ -50,12 +50,13 @@ class Progress:
         self.rows, self.tokens = rows, 0
 
     def __enter__(self) -> "Progress":
-        stream = BestEffort(sys.stderr) if self.shown else None
-        self._bar = tqdm(total=self.rows, desc="rollout", unit="row", disable=not self.shown, file=stream)
+        if self.shown:
+            self._bar = tqdm(total=self.rows, desc="rollout", unit="row", file=BestEffort(sys.stderr))
         return self
 
     def __exit__(self, *exception) -> None:
-        self._bar.close()
+        if self.shown:
+            self._bar.close()
 
     def add(self, tokens: int = 0, rows: int = 0) -> None:
         """So many more."""

@@ -99,15 +99,20 @@ def check_prompts(prompt_ids: torch.Tensor, mask: torch.Tensor, vocab_size: int,
     if prompt_ids.is_floating_point() or prompt_ids.is_complex() or prompt_ids.dtype == torch.bool:
         raise ValueError(f"prompt_ids must have an integer dtype; got {prompt_ids.dtype}")
 
-    ids = prompt_ids.long().masked_fill(mask == 0, 0)
+    ids, padding = prompt_ids.long(), mask
     seen, mask = (ids.cpu(), mask.cpu()) if ids.numel() <= READ_ON_HOST else (ids, mask)
+    outside = (seen < 0) | (seen >= vocab_size)
+    if not torch.stack([(mask != 1).any(), outside.any()]).any():  # no padding, and nothing to name
+        # A copy: the caller may write to prompts while rows wait.
+        return Prompts(ids=ids.to(device, copy=True), lengths=[ids.shape[1]] * ids.shape[0])
+
+    ids = ids.masked_fill(padding == 0, 0).to(device)
     real = mask != 0
-    lengths = real.sum(dim=1)
     falls = (real[:, :-1] & ~real[:, 1:]).any(dim=1)
     rises = (~real[:, :-1] & real[:, 1:]).sum(dim=1) + real[:, 0].long() > 1
     odd = (real & (mask != 1)).any(dim=1)
-    outside = ((seen < 0) | (seen >= vocab_size)).any(dim=1)
-    facts = torch.stack([lengths, falls.long(), rises.long(), odd.long(), outside.long()]).tolist()
+    strange = (outside & real).any(dim=1)
+    facts = torch.stack([real.sum(dim=1), falls.long(), rises.long(), odd.long(), strange.long()]).tolist()
     for row, (length, fall, rise, other, out) in enumerate(zip(*facts, strict=True)):
         if other:
             raise ValueError(f"prompt_attention_mask row {row} must hold only 0 and 1; got {mask[row].tolist()}")
@@ -119,9 +124,9 @@ def check_prompts(prompt_ids: torch.Tensor, mask: torch.Tensor, vocab_size: int,
                 "prompts must be left-padded: zeros, then ones"
             )
         if out:
-            strangers = [token for token in seen[row].tolist() if not 0 <= token < vocab_size]
+            strangers = seen[row][(outside & real)[row]].tolist()
             raise ValueError(f"prompt_ids row {row} has ids outside the vocabulary [0, {vocab_size}): {strangers}")
-    return Prompts(ids=ids.to(device), lengths=facts[0])
+    return Prompts(ids=ids, lengths=facts[0])
 
 
 def check_sampling(sampling, vocab_size: int, generation_config, tokenizer) -> SamplingPlan:

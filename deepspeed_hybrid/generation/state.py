@@ -75,31 +75,41 @@ class DecodeState:
         device: torch.device,
     ) -> "DecodeState":
         """Rows just prefilled: the position is the last prompt token's, and no token is chosen yet."""
-        state = cls.empty(len(requests), columns, device)
-        state.position.copy_(upload(lengths, device) - 1)
-        state.request.copy_(upload(requests, device))
-        state.sample.copy_(upload(samples, device))
-        state.parked.fill_(False)
-        if plan.limits is None:
-            state.limit.fill_(plan.max_new_tokens)
-        else:
-            rows = [request * plan.samples + sample for request, sample in zip(requests, samples, strict=True)]
-            state.limit.copy_(upload([plan.limits[row] for row in rows], device))
-        state.seed.fill_(plan.seed)
-        state.temperature.fill_(plan.temperature or 1.0)
-        state.top_k.fill_(plan.top_k)
-        state.top_p_tail.fill_(1 - plan.top_p)
-        state.min_p.fill_(plan.min_p)
-        state.penalty.fill_(plan.penalty)
-        state.set_stop_ids(plan.stop_ids)
-        return state
+        count = len(requests)
+        rows = [request * plan.samples + sample for request, sample in zip(requests, samples, strict=True)]
+        numbers = {
+            "token": [0] * count,
+            "position": [length - 1 for length in lengths],
+            "length": [0] * count,
+            "limit": [plan.limit(row) for row in rows],
+            "seed": [plan.seed] * count,
+            "request": requests,
+            "sample": samples,
+            "top_k": [plan.top_k] * count,
+        }
+        options = [plan.temperature or 1.0, 1 - plan.top_p, plan.min_p, plan.penalty]
+        temperature, top_p_tail, min_p, penalty = torch.empty(4, count, dtype=torch.float32, device=device)
+        for tensor, option in zip((temperature, top_p_tail, min_p, penalty), options, strict=True):
+            tensor.fill_(option)
+        return cls(
+            **dict(zip(numbers, upload([*numbers.values()], device), strict=True)),
+            parked=torch.zeros(count, dtype=torch.bool, device=device),
+            finish=torch.zeros(count, dtype=torch.uint8, device=device),
+            temperature=temperature,
+            top_p_tail=top_p_tail,
+            min_p=min_p,
+            penalty=penalty,
+            tokens=torch.zeros(count, columns, dtype=torch.int64, device=device),
+            logprobs=torch.zeros(count, columns, dtype=torch.float32, device=device),
+            stop_ids=upload(padded_stop_ids(plan.stop_ids), device),
+        )
 
     def set_stop_ids(self, ids: tuple[int, ...]) -> None:
         """Replace the stop ids, in place where they fit the buffer."""
-        room = max(self.stop_ids.numel(), -(-len(ids) // STOP_ID_BUCKET) * STOP_ID_BUCKET)
-        if room != self.stop_ids.numel():
-            self.stop_ids = self.stop_ids.new_empty(room)
-        self.stop_ids.copy_(upload([*ids, *[-1] * (room - len(ids))], self.stop_ids.device))
+        padded = padded_stop_ids(ids, self.stop_ids.numel())
+        if len(padded) != self.stop_ids.numel():
+            self.stop_ids = self.stop_ids.new_empty(len(padded))
+        self.stop_ids.copy_(upload(padded, self.stop_ids.device))
 
     def track_seen(self, vocab_size: int) -> None:
         """Have the ``seen`` buffer from now on."""
@@ -143,3 +153,8 @@ class DecodeState:
 
     def _items(self) -> list[tuple[str, torch.Tensor | None]]:
         return [(field.name, getattr(self, field.name)) for field in fields(self)]
+
+
+def padded_stop_ids(ids: tuple[int, ...], room: int = STOP_ID_BUCKET) -> list[int]:
+    """With -1, which is no token's, up to ``room`` of them or to as many as need fewest buckets."""
+    return [*ids, *[-1] * (max(room, -(-len(ids) // STOP_ID_BUCKET) * STOP_ID_BUCKET) - len(ids))]

@@ -6,8 +6,11 @@
 import torch
 
 
-def upload(values: list[int], device: torch.device) -> torch.Tensor:
-    """[len(values)] int64 on ``device``; through pinned memory where the device runs ahead of the host."""
+def upload(values: list, device: torch.device) -> torch.Tensor:
+    """Integers, or lists of them of one length, as int64 on ``device``.
+
+    They go through pinned memory where the device runs ahead of the host.
+    """
     return _staged(values, device).to(device, non_blocking=True)
 
 

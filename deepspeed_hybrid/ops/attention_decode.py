@@ -4,8 +4,10 @@
 """Attention for one new token per row: from the fused q|k|v projection to the input of the output projection."""
 
 import torch
+import torch.nn.functional as F
 
 from deepspeed_hybrid.ops.inference import refuse_recording
+from deepspeed_hybrid.ops.rounding import normed, rounded, rounded_product
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM, MAX_SPLITS = 256, 64
@@ -31,8 +33,9 @@ def attention_decode(
     """Norm and rotate the row's query and key, write key and value to its slot, attend, and apply the output gate.
 
     Row b has slot b of the cache. It attends to positions 0 to ``position[b]``, the last of which is the new token;
-    what lies beyond does not matter. Math is in fp32; query, new key and new value are rounded to the cache's dtype
-    before the scores, as the model does. The output is rounded once, after the gate.
+    what lies beyond does not matter. Math is in fp32, and roundings are those of transformers' code: of a head behind
+    its norm and behind each product of its rotation (where the tables have its dtype), of weights relative to their
+    peak, of what they mix, of the gate's sigmoid, and of the output.
 
     On CUDA these are one or two Triton launches without a host sync, in time that follows the rows' lengths, not the
     capacity; the first call of a shape compiles them. On a CPU it is :func:`attention_decode_reference`. There is no
@@ -103,7 +106,7 @@ def attention_decode_reference(
     query = query.unflatten(-1, (query_heads, -1))
     if gated:
         query, gate = query.chunk(2, dim=-1)
-    query = rotated_heads(normed_heads(query, q_norm, norm_offset, eps), cos, sin).to(keys.dtype)
+    query = rotated_heads(normed_heads(query, q_norm, norm_offset, eps), cos, sin)
     key = rotated_heads(normed_heads(key.unflatten(-1, (kv_heads, -1)), k_norm, norm_offset, eps), cos, sin)
     value = value.unflatten(-1, (kv_heads, -1))
 
@@ -111,32 +114,32 @@ def attention_decode_reference(
     idle = parked[:, None, None]
     place = position.masked_fill(parked, 0)  # theirs may be anything
     for cache, new in ((keys, key), (values, value)):
-        cache[rows, :, place] = torch.where(idle, cache[rows, :, place], new.to(cache.dtype))
+        cache[rows, :, place] = torch.where(idle, cache[rows, :, place], new)
 
-    hidden = (torch.arange(capacity, device=keys.device) > place[:, None])[:, None, :, None]
+    seen = torch.arange(capacity, device=keys.device) <= place[:, None]
     # A weight of zero would not hide a NaN or an infinity.
-    seen_keys, seen_values = (cache[:batch].float().masked_fill(hidden, 0.0) for cache in (keys, values))
-    scores = query.float().unflatten(1, (kv_heads, -1)) @ seen_keys.transpose(2, 3) * scaling
-    weights = scores.masked_fill(hidden.transpose(2, 3), float("-inf")).softmax(dim=-1)
-    mixed = (weights @ seen_values).flatten(1, 2)
+    seen_keys, seen_values = (cache[:batch].masked_fill(~seen[:, None, :, None], 0.0) for cache in (keys, values))
+    mixed = F.scaled_dot_product_attention(
+        query[:, :, None], seen_keys, seen_values, seen[:, None, None], scale=scaling, enable_gqa=True
+    )[:, :, 0]
     if gated:
-        mixed = mixed * gate.float().sigmoid()
-    return mixed.masked_fill(idle, 0.0).flatten(1).to(projected.dtype)
+        mixed = (mixed.float() * rounded(gate.float().sigmoid(), gate.dtype)).to(gate.dtype)
+    return mixed.masked_fill(idle, 0.0).flatten(1)
 
 
 def normed_heads(heads: torch.Tensor, weight: torch.Tensor | None, offset: float, eps: float) -> torch.Tensor:
-    heads = heads.float()
-    if weight is None:
-        return heads
-    return heads * (heads.square().mean(dim=-1, keepdim=True) + eps).rsqrt() * (weight.float() + offset)
+    """In the dtype of ``heads``."""
+    return heads if weight is None else normed(heads, weight, offset, eps)
 
 
 def rotated_heads(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """In the dtype of ``heads``, which each product is rounded to as well where the tables have it."""
     width = cos.shape[-1]
-    turned, passed = heads[..., :width], heads[..., width:]
+    turned, passed = heads[..., :width].float(), heads[..., width:]
     first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos.float()[:, None] + torch.cat([-second, first], dim=-1) * sin.float()[:, None]
-    return torch.cat([turned, passed], dim=-1)
+    by_cos = rounded_product(turned, cos[:, None], heads.dtype)
+    by_sin = rounded_product(torch.cat([-second, first], dim=-1), sin[:, None], heads.dtype)
+    return torch.cat([(by_cos + by_sin).to(heads.dtype), passed], dim=-1)
 
 
 def check_attention(

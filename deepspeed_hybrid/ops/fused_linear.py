@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from deepspeed_hybrid.ops import few_rows
 from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves
 from deepspeed_hybrid.ops.inference import refuse_gradients
+from deepspeed_hybrid.ops.rounding import normed
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -29,9 +30,8 @@ def normed_rows_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm of hidden [M, K]: the normalised rows and no partial sums [0, M]."""
     _check_norm(hidden, norm)
-    wide = hidden.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (norm.float() + norm_offset)
-    return normed.to(hidden.dtype), hidden.new_empty(0, hidden.shape[0], dtype=torch.float32)
+    parts = hidden.new_empty(0, hidden.shape[0], dtype=torch.float32)
+    return normed(hidden, norm, norm_offset, eps), parts
 
 
 @torch.library.custom_op("deepspeed_hybrid::normed_rows", mutates_args=(), device_types="cuda")
@@ -42,7 +42,8 @@ def normed_rows(
 
     Args:
         hidden: [M, K] fp32, bf16 or fp16, contiguous in the last dimension.
-        norm: [K] weight of an RMSNorm; ``norm_offset`` is added to it: 1.0 for norms that store it around zero.
+        norm: [K] weight of an RMSNorm; ``norm_offset`` is added to it: 1.0 for norms that store it around zero. Where
+            it is 0, rows are rounded before they meet the weight, too, as such norms of transformers do.
         eps: of the norm.
 
     Returns:
@@ -109,7 +110,7 @@ def normed_linear(
     bias: torch.Tensor | None,
     glu: bool,
 ) -> torch.Tensor:
-    """The second half of an RMSNorm, a product, and its bias or gated SiLU, rounded once.
+    """The second half of an RMSNorm, a product, and its bias or gated SiLU, with the roundings of each.
 
     On CUDA up to 16 rows of 16 bits are one launch of the CUDA op few_rows_linear, on a card from Hopper on and for
     sizes that it takes; another single row is one of a Triton kernel. Both read the weight once, and the first call
@@ -134,6 +135,18 @@ def normed_linear(
     launch = _launch(scaled, weight, glu)
     if launch is not None:
         return launch(scaled, weight, squares if squares.shape[0] else None, eps, bias, None, None, 0.0, glu)[0]
+    return normed_linear_by_library(scaled, squares, eps, weight, bias, glu)
+
+
+def normed_linear_by_library(
+    scaled: torch.Tensor,
+    squares: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    glu: bool,
+) -> torch.Tensor:
+    """:func:`normed_linear` of any number of rows as it is of many, on CUDA."""
     product = F.linear(_normalised(scaled, squares, eps), weight, bias)
     return fused_silu_mul_halves(product) if glu else product
 
@@ -195,10 +208,22 @@ def residual_linear(
     launch = None if x.dtype == torch.float16 else _launch(x, weight, False)
     if launch is not None:
         return launch(x, weight, None, 0.0, bias, residual, next_norm, next_offset, False)
-    from deepspeed_hybrid.ops.triton.residual_norm import launch as add_and_normalise
+    return residual_linear_by_library(x, weight, bias, residual, next_norm, next_offset, next_eps)
 
-    product = F.linear(x, weight)
-    hidden, normed = add_and_normalise(product, bias, residual, next_norm, next_offset, next_eps)
+
+def residual_linear_by_library(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    next_norm: torch.Tensor,
+    next_offset: float,
+    next_eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`residual_linear` of any number of rows as it is of many, on CUDA: the norm is whole."""
+    from deepspeed_hybrid.ops.triton.residual_norm import launch  # here, because a torch for CPUs has no Triton
+
+    hidden, normed = launch(F.linear(x, weight), bias, residual, next_norm, next_offset, next_eps)
     return hidden, normed, x.new_empty(0, x.shape[0], dtype=torch.float32)
 
 

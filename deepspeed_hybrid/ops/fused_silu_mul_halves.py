@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from deepspeed_hybrid.ops.inference import refuse_gradients
 from deepspeed_hybrid.ops.loader import load
+from deepspeed_hybrid.ops.rounding import rounded
 
 
 def half_width(gate_up: torch.Tensor) -> int:
@@ -25,15 +26,12 @@ def fused_silu_mul_halves_reference(gate_up: torch.Tensor) -> torch.Tensor:
     """What :func:`fused_silu_mul_halves` does, in plain torch on any device."""
     half = half_width(gate_up)
     gate, up = gate_up[..., :half].float(), gate_up[..., half:].float()
-    return (F.silu(gate) * up).to(gate_up.dtype).contiguous()
+    return (rounded(F.silu(gate), gate_up.dtype) * up).to(gate_up.dtype).contiguous()
 
 
 @torch.library.custom_op("deepspeed_hybrid::fused_silu_mul_halves", mutates_args=(), device_types="cuda")
 def fused_silu_mul_halves(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(first half) * second half, in fp32 and rounded once.
-
-    Hugging Face rounds the silu to the model's dtype before it multiplies; the result here differs from its by that
-    rounding, and is the closer one.
+    """silu(first half) * second half, in fp32; the silu is rounded to the dtype first, as in transformers.
 
     On CUDA this is one launch; the first call builds it. Rows are read where they lie as long as they are evenly
     spaced, else from a copy. On a CPU it is :func:`fused_silu_mul_halves_reference`. There is no gradient.

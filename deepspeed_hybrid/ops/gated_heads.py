@@ -7,6 +7,7 @@ import torch
 
 from deepspeed_hybrid.ops.gdn_decode import MODEL_DTYPES
 from deepspeed_hybrid.ops.inference import refuse_gradients
+from deepspeed_hybrid.ops.rounding import rounded
 
 # Shapes: B rows, T tokens, H heads, D their dimensions.
 
@@ -14,12 +15,12 @@ from deepspeed_hybrid.ops.inference import refuse_gradients
 def gated_heads_reference(mixed: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """What :func:`gated_heads` does, in plain torch on any device."""
     _check(mixed, gate)
-    return (mixed.float() * gate.float().sigmoid()).to(mixed.dtype).flatten(2)
+    return (mixed.float() * rounded(gate.float().sigmoid(), gate.dtype)).to(mixed.dtype).flatten(2)
 
 
 @torch.library.custom_op("deepspeed_hybrid::gated_heads", mutates_args=(), device_types="cuda")
 def gated_heads(mixed: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """``mixed`` times the sigmoid of ``gate``, heads side by side. Math is fp32, and the result is rounded once.
+    """``mixed`` times the sigmoid of ``gate``, heads side by side. Math is fp32; sigmoid and result are rounded.
 
     On CUDA this is one launch, without a host sync; the first call for a set of sizes and dtypes compiles it. On a CPU
     it is :func:`gated_heads_reference`. There is no gradient.

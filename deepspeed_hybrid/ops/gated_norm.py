@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from deepspeed_hybrid.ops.gdn_decode import MODEL_DTYPES, WEIGHT_DTYPES
 from deepspeed_hybrid.ops.inference import refuse_gradients
+from deepspeed_hybrid.ops.rounding import rounded, rounded_product
 
 # Shapes: B rows, T tokens, HV value heads, DV their dimensions.
 
@@ -16,13 +17,17 @@ def gated_norm_reference(core: torch.Tensor, gate: torch.Tensor, weight: torch.T
     """What :func:`gated_norm` does, in plain torch on any device."""
     _check(core, gate, weight)
     wide = core.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
+    normed = rounded(wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps), core.dtype)
+    normed = rounded_product(normed, weight, core.dtype)
     return (normed * F.silu(gate.float().view(core.shape))).to(core.dtype).flatten(2)
 
 
 @torch.library.custom_op("deepspeed_hybrid::gated_norm", mutates_args=(), device_types="cuda")
 def gated_norm(core: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm of every head, times its weight and the gate's SiLU. Math is fp32, and the result is rounded once.
+    """RMSNorm of every head, times its weight and the gate's SiLU.
+
+    Math is fp32. Rounded to core's dtype are, as in transformers, what meets the weight, what comes of it where the
+    weight has that dtype too, and the result.
 
     On CUDA this is one launch, without a host sync; the first call for a set of sizes and dtypes compiles it. On a CPU
     it is :func:`gated_norm_reference`. There is no gradient.

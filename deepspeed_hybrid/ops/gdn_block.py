@@ -32,6 +32,7 @@ def gdn_block_reference(
     position: torch.Tensor,
     counts: torch.Tensor,
     key_heads: int,
+    rounded_heads: bool = False,
 ) -> torch.Tensor:
     """What :func:`gdn_block` does, in plain torch on any device."""
     layer = conv_weight, conv_bias, A_log, dt_bias
@@ -40,7 +41,7 @@ def gdn_block_reference(
     if not lanes:
         return projected.new_empty(0, sizes.value_heads * sizes.value_dim)
     window, state = window[:lanes].clone(), state[:lanes].clone()
-    step = _stepping(window, *layer, state, norm_weight, eps, key_heads)
+    step = _stepping(window, *layer, state, norm_weight, eps, key_heads, rounded_heads)
     return torch.cat([step(*token) for token in _tokens(projected, position, counts)])
 
 
@@ -57,18 +58,19 @@ def gdn_commit_reference(
     position: torch.Tensor,
     counts: torch.Tensor,
     key_heads: int,
+    rounded_heads: bool = False,
 ) -> None:
     """What :func:`gdn_commit` does, in plain torch on any device."""
     layer = conv_weight, conv_bias, A_log, dt_bias
     checked_block(projected, window, *layer, state, norm_weight, position, counts, key_heads)
-    step = _stepping(window, *layer, state, norm_weight, eps, key_heads)
+    step = _stepping(window, *layer, state, norm_weight, eps, key_heads, rounded_heads)
     for token in _tokens(projected, position, counts):
         step(*token)
 
 
-def _stepping(window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps, key_heads) -> Callable:
+def _stepping(window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps, *heads) -> Callable:
     layer = window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps
-    return lambda projected, position, parked: gdn_decode_reference(projected, *layer, position, parked, key_heads)
+    return lambda projected, position, parked: gdn_decode_reference(projected, *layer, position, parked, *heads)
 
 
 def _tokens(projected: torch.Tensor, position: torch.Tensor, counts: torch.Tensor):
@@ -92,17 +94,18 @@ def gdn_block_op(
     position: torch.Tensor,
     counts: torch.Tensor,
     key_heads: int,
+    rounded_heads: bool = False,
 ) -> torch.Tensor:
     """:func:`gdn_block` without the refusal of gradients."""
     from deepspeed_hybrid.ops.triton.gdn_block import launch  # here, because a torch for CPUs has no Triton
 
     layer = window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps
-    return launch(projected, *layer, position, counts, key_heads)
+    return launch(projected, *layer, position, counts, key_heads, rounded_heads)
 
 
 @gdn_block_op.register_fake
 def _(
-    projected, window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps, position, counts, key_heads
+    projected, window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps, position, counts, *_
 ) -> torch.Tensor:
     return projected.new_empty(projected.shape[0], state.shape[1] * state.shape[3])
 
@@ -121,12 +124,13 @@ def gdn_commit_op(
     position: torch.Tensor,
     counts: torch.Tensor,
     key_heads: int,
+    rounded_heads: bool = False,
 ) -> None:
     """:func:`gdn_commit` without the refusal of gradients."""
     from deepspeed_hybrid.ops.triton.gdn_block import launch_commit
 
     layer = window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps
-    launch_commit(projected, *layer, position, counts, key_heads)
+    launch_commit(projected, *layer, position, counts, key_heads, rounded_heads)
 
 
 gdn_block_op.register_kernel("cpu")(gdn_block_reference)
@@ -146,6 +150,7 @@ def gdn_block(
     position: torch.Tensor,
     counts: torch.Tensor,
     key_heads: int,
+    rounded_heads: bool = False,
 ) -> torch.Tensor:
     """The outputs of up to T new tokens a row, one after another; window and state are read, and stay as they are.
 
@@ -154,7 +159,7 @@ def gdn_block(
 
     Args:
         projected: [T * B, N], as of :func:`deepspeed_hybrid.ops.gdn_decode.gdn_decode`, token by token.
-        window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps, key_heads: as there.
+        window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps, key_heads, rounded_heads: as there.
         position: [B] int64, the first token's place in its sequence.
         counts: [B] int64, 0 to T: tokens that there are. What ``projected`` holds of others does not matter.
 
@@ -166,7 +171,7 @@ def gdn_block(
     """
     layer = window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight
     refuse_recording("gdn_block", projected, *layer)
-    return gdn_block_op(projected, *layer, eps, position, counts, key_heads)
+    return gdn_block_op(projected, *layer, eps, position, counts, key_heads, rounded_heads)
 
 
 def gdn_commit(
@@ -182,6 +187,7 @@ def gdn_commit(
     position: torch.Tensor,
     counts: torch.Tensor,
     key_heads: int,
+    rounded_heads: bool = False,
 ) -> None:
     """Window and state, in place, behind each row's first ``counts`` tokens; rows of none keep their bits.
 
@@ -195,7 +201,7 @@ def gdn_commit(
     """
     layer = window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight
     refuse_recording("gdn_commit", projected, *layer)
-    gdn_commit_op(projected, *layer, eps, position, counts, key_heads)
+    gdn_commit_op(projected, *layer, eps, position, counts, key_heads, rounded_heads)
 
 
 def checked_block(

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from deepspeed_hybrid.ops.gdn_gates import gdn_gates_reference
 from deepspeed_hybrid.ops.inference import refuse_recording
+from deepspeed_hybrid.ops.rounding import rounded, rounded_product
 
 MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -92,23 +93,27 @@ def gdn_decode_reference(
     position: torch.Tensor,
     parked: torch.Tensor,
     key_heads: int,
+    rounded_heads: bool = False,
 ) -> torch.Tensor:
     """What :func:`gdn_decode` does, in plain torch on any device."""
     sizes = checked_sizes(
         projected, window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, position, parked, key_heads
     )
-    rows, key_width = projected.shape[0], sizes.key_heads * sizes.key_dim
+    rows, key_width, dtype = projected.shape[0], sizes.key_heads * sizes.key_dim, projected.dtype
     window, state = window[:rows], state[:rows]
     raw, z, b, a = projected.split(sizes.columns, dim=-1)
 
     column = (position % sizes.conv_kernel)[:, None, None].expand(-1, sizes.channels, 1)
     ring = window.scatter(2, column, raw[:, :, None])
     mixed = (window_from_ring(ring, position + 1).float() * conv_weight.float()).sum(-1)
-    mixed = F.silu(mixed if conv_bias is None else mixed + conv_bias.float())
+    mixed = mixed if conv_bias is None else mixed + conv_bias.float()
+    if conv_weight.dtype == dtype:
+        mixed = rounded(mixed, dtype)
+    mixed = rounded(F.silu(mixed), dtype)
 
     query, key, value = mixed.split([key_width, key_width, sizes.value_heads * sizes.value_dim], dim=-1)
-    query = _key_heads_for_values(query, sizes) * sizes.key_dim**-0.5
-    key = _key_heads_for_values(key, sizes)
+    query, key = (_key_heads_for_values(part, sizes, dtype if rounded_heads else None) for part in (query, key))
+    query = query * sizes.key_dim**-0.5
     value = value.reshape(rows, sizes.value_heads, sizes.value_dim)
 
     beta, g = (gate[:, 0, :, None] for gate in gdn_gates_reference(b[:, None], a[:, None], A_log, dt_bias, None))
@@ -117,18 +122,21 @@ def gdn_decode_reference(
     memory = memory + key[..., None] * delta[..., None, :]
     core = (memory * query[..., None]).sum(-2)
 
-    core = core * torch.rsqrt(core.square().mean(-1, keepdim=True) + eps) * norm_weight.float()
-    out = core * F.silu(z.float()).reshape(core.shape)
+    core = rounded(core, dtype)
+    normed = rounded(core * torch.rsqrt(core.square().mean(-1, keepdim=True) + eps), dtype)
+    out = rounded_product(normed, norm_weight, dtype) * F.silu(z.float()).reshape(core.shape)
 
     window.copy_(torch.where(parked[:, None, None], window, ring))
     state.copy_(torch.where(parked[:, None, None, None], state, memory.to(state.dtype)))
     return out.flatten(1).masked_fill(parked[:, None], 0.0).to(projected.dtype)
 
 
-def _key_heads_for_values(flat: torch.Tensor, sizes: GdnSizes) -> torch.Tensor:
-    """[B, HK * DK] -> [B, HV, DK]: each head normalised, and repeated for the value heads that share it."""
+def _key_heads_for_values(flat: torch.Tensor, sizes: GdnSizes, dtype: torch.dtype | None) -> torch.Tensor:
+    """[B, HK * DK] -> [B, HV, DK]: each head normalised, rounded to ``dtype`` unless that is None, and repeated for
+    the value heads that share it."""
     heads = flat.reshape(-1, sizes.key_heads, sizes.key_dim)
     heads = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + L2_EPS)
+    heads = heads if dtype is None else rounded(heads, dtype)
     return heads.repeat_interleave(sizes.value_heads // sizes.key_heads, dim=1)
 
 
@@ -146,18 +154,18 @@ def gdn_decode_op(
     position: torch.Tensor,
     parked: torch.Tensor,
     key_heads: int,
+    rounded_heads: bool = False,
 ) -> torch.Tensor:
     """:func:`gdn_decode` without the refusal of gradients."""
     from deepspeed_hybrid.ops.triton.gdn_decode import launch  # here, because a torch for CPUs has no Triton
 
-    return launch(
-        projected, window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps, position, parked, key_heads
-    )
+    layer = window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps
+    return launch(projected, *layer, position, parked, key_heads, rounded_heads)
 
 
 @gdn_decode_op.register_fake
 def _(
-    projected, window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps, position, parked, key_heads
+    projected, window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps, position, parked, *_
 ) -> torch.Tensor:
     return projected.new_empty(projected.shape[0], state.shape[1] * state.shape[3])
 
@@ -178,11 +186,13 @@ def gdn_decode(
     position: torch.Tensor,
     parked: torch.Tensor,
     key_heads: int,
+    rounded_heads: bool = False,
 ) -> torch.Tensor:
     """Short conv, gates, gated delta rule and gated norm for one new token a row; window and state change in place.
 
-    Row b uses slot b. All arithmetic is fp32; the output is rounded once, and the state once where it is not fp32.
-    Hugging Face rounds to the model's dtype after the conv, after the scan and before the norm's weight.
+    Row b uses slot b. All arithmetic is fp32, and the state is rounded once where it is not. Rounded to projected's
+    dtype are, as in transformers: the conv's sums and their activation, beta, what the delta rule reads, and in the
+    norm what meets its weight and what comes of it; sums and products with a weight only where it has that dtype.
 
     On CUDA this is one launch, in which every state is read once and written once, without a host sync; the first call
     for a set of sizes and dtypes compiles it. A row's bits are the same in any batch. On a CPU it is
@@ -201,6 +211,8 @@ def gdn_decode(
         position: [B] int64, the new token's place in its sequence, 0 for the first.
         parked: [B] bool, rows of which nothing changes and whose output is zeros, whatever they hold.
         key_heads: HK; value head h reads key head h // (HV / HK).
+        rounded_heads: round normalised queries and keys to projected's dtype, as flash-linear-attention's kernels of
+            whole sequences do, and transformers' function does not.
 
     Returns:
         [B, HV * DV] in projected's dtype, contiguous.
@@ -209,9 +221,8 @@ def gdn_decode(
         RuntimeError: an argument of another dtype, shape, layout or device; nothing was changed.
     """
     refuse_recording("gdn_decode", projected, window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight)
-    return gdn_decode_op(
-        projected, window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps, position, parked, key_heads
-    )
+    layer = window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps
+    return gdn_decode_op(projected, *layer, position, parked, key_heads, rounded_heads)
 
 
 def checked_sizes(

@@ -7,13 +7,14 @@ import torch
 
 from deepspeed_hybrid.ops.inference import refuse_gradients
 from deepspeed_hybrid.ops.loader import load
+from deepspeed_hybrid.ops.rounding import rounded
 
 
 def gdn_gates_reference(
     b: torch.Tensor, a: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, parked: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What :func:`gdn_gates` does, in plain torch on any device."""
-    beta = b.float().sigmoid()
+    beta = rounded(b.float().sigmoid(), b.dtype)
     raw = a.float() + dt_bias.float()
     g = -A_log.float().exp() * torch.nn.functional.softplus(raw)
     if parked is not None:
@@ -27,7 +28,7 @@ def gdn_gates(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """beta = sigmoid(b) and the log-decay g = -exp(A_log) * softplus(a + dt_bias), both in fp32.
 
-    Hugging Face takes the sigmoid in the model's dtype: a bf16 b of 0.5 gives it 0.62109375, and here 0.62245935.
+    beta holds what b's dtype can, as in transformers: from a bf16 b of 0.5 comes 0.62109375, not 0.62245935.
 
     On CUDA this is one launch for both; the first call builds it. On a CPU it is :func:`gdn_gates_reference`. There is
     no gradient.

@@ -34,7 +34,7 @@ def prompt_heads_reference(
     for part, heads, weight in zip(parts, (query_heads, kv_heads), (q_norm, k_norm), strict=True):
         vectors = part.unflatten(-1, (heads, part.shape[-1] // heads))[..., :head_dim]
         vectors = rotated_heads(normed_heads(vectors, weight, norm_offset, eps), cos, sin)
-        results.append(vectors.to(projected.dtype).unflatten(0, projected.shape[:2]))
+        results.append(vectors.unflatten(0, projected.shape[:2]))
     return results[0], results[1]
 
 
@@ -52,7 +52,7 @@ def prompt_heads(
     head_dim: int,
     gated: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm and rotary embedding of every query and key head. Math is fp32, and a result is rounded once.
+    """RMSNorm and rotary embedding of every query and key head, with the roundings of attention_decode.
 
     On CUDA this is one launch, without a host sync; the first call for a set of sizes and dtypes compiles it. On a CPU
     it is :func:`prompt_heads_reference`. There is no gradient.

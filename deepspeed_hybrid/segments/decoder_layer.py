@@ -10,7 +10,8 @@ MLP:   norm and gate and up product and silu * up, down product and residual
 The products that add a residual also prepare the next norm, of which the next product does the rest. From one layer to
 the next this goes beside the hidden state, which the model hands on.
 
-A prefill goes through the layer's own forward, in which the projections are fused as ever.
+A prompt of many rows goes through the same products, around the mixer's forward for prompts; any other forward
+through the layer's own, in which the projections are fused as ever.
 """
 
 from collections.abc import Callable
@@ -37,6 +38,8 @@ from deepspeed_hybrid.segments.known_forwards import (
 )
 from deepspeed_hybrid.segments.norm import Norm, as_rms_norm, rms_norm
 from deepspeed_hybrid.segments.plan import ATTENTION, GDN, GLU, Segment, output_obstacle
+from deepspeed_hybrid.segments.prompt_layer import prompt_chain, runs_as_chain
+from deepspeed_hybrid.segments.prompts import PromptOps
 from deepspeed_hybrid.segments.shared_chain import HalfEnd, attention_sizes, end_obstacle, shared_gdn_obstacle
 from deepspeed_hybrid.segments.weights import FusedLinear
 
@@ -197,6 +200,7 @@ def decoder_layer_binding(
     input_norm: Norm,
     next_norm: Norm,
     prepared: PreparedNorm,
+    prompt: PromptOps,
 ) -> Binding:
     """Our forward for a layer without an obstacle.
 
@@ -204,6 +208,7 @@ def decoder_layer_binding(
         fused: has the weights of the layer's segments.
         input_norm, next_norm: this layer's first norm, and the one that its result meets.
         prepared: shared by all layers of the model.
+        prompt: the ops of prompts.
     """
     mixer = next(segment for segment in segments if segment.kind != GLU)
     mlp = next(segment for segment in segments if segment.kind == GLU)
@@ -215,30 +220,24 @@ def decoder_layer_binding(
     else:
         decode = partial(attention_decode_step, mixer.module, ops, head_norms(mixer.module))
         output = mixer.module.o_proj
-    return Binding(
-        layer,
-        partial(
-            layer_forward,
-            layer,
-            ops,
-            prepared,
-            decode,
-            input_norm,
-            inputs,
-            HalfEnd(output),
-            rms_norm(layer.post_attention_layernorm),
-            fused[mlp.path],
-            HalfEnd(mlp.module.down_proj),
-            next_norm,
-        ),
-        prepared.forget,
+    halves = (
+        HalfEnd(output),
+        rms_norm(layer.post_attention_layernorm),
+        fused[mlp.path],
+        HalfEnd(mlp.module.down_proj),
+        next_norm,
     )
+    chain = prompt_chain(prompt, mixer.module, prepared.take, prepared.put, input_norm, *halves)
+    forward = partial(layer_forward, layer, ops, prepared, mixer.module, chain, decode, input_norm, inputs, *halves)
+    return Binding(layer, forward, prepared.forget)
 
 
 def layer_forward(
     layer: nn.Module,
     ops: DecodeOps,
     prepared: PreparedNorm,
+    mixer: nn.Module,
+    prompt: Callable | None,
     decode: Callable,
     input_norm: Norm,
     inputs: FusedLinear,
@@ -251,10 +250,13 @@ def layer_forward(
     *args,
     **kwargs,
 ) -> torch.Tensor:
-    """[B, T, D] -> [B, T, D]: our chain for a decode step of one token, the layer's own forward for anything else."""
+    """[B, T, D] -> [B, T, D]: our chain for a decode step of one token, that of prompts where there is one for so many
+    rows, and else the layer's own forward."""
     cache = kwargs["cache"] if "cache" in kwargs else kwargs["past_key_values"]
     if cache.holder.plan.slots is not None or hidden_states.shape[1] != 1:
-        return type(layer).forward(layer, hidden_states, *args, **kwargs)
+        if prompt is None or args or not runs_as_chain(mixer, hidden_states):
+            return type(layer).forward(layer, hidden_states, *args, **kwargs)
+        return prompt(hidden_states, **kwargs)
     hidden = hidden_states[:, 0]
     scaled, squares = prepared.take(hidden, input_norm, ops)
     projected = ops.normed_linear(scaled, squares, input_norm.eps, inputs.weight, inputs.bias, False)

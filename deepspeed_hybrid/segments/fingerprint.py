@@ -10,7 +10,7 @@ only where some of it is another object.
 
 from collections.abc import Iterator
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, eq, is_, itemgetter
 
 import torch
 from torch import nn
@@ -113,7 +113,10 @@ class SeenModel:
         """The very objects; being kept, none of them leaves its id to another."""
         self._owners = [one.module for one in self.modules]
         self._tables = [module.__dict__ for module in self._owners]
-        self._lengths, self._held = _lengths(self._tables), [*_held(self._tables), END]
+        self._names, self._held = [*map(list, self._tables)], [*_values(self._tables), END]
+        inner = [*chain.from_iterable(map(INNER_TABLES, self._tables))]
+        self._filled, self._empty = [table for table in inner if table], [table for table in inner if not table]
+        self._inner_names, self._inner_held = [*map(list, self._filled)], [*_values(self._filled), END]
         tensors = (table[kind].values() for table in self._tables for kind in ("_parameters", "_buffers"))
         self._tensors = [one for one in chain.from_iterable(tensors) if one is not None]
         self._partitioned = any(map(is_partitioned, self._tensors))
@@ -129,8 +132,12 @@ class SeenModel:
             not self._partitioned
             and all(map(is_, map(TABLE, self._owners), self._tables))
             and all(map(is_, map(type, self._owners), map(TYPE, self.modules)))
-            and all(map(is_, chain(_held(self._tables), (END,)), self._held))
-            and _lengths(self._tables) == self._lengths
+            and all(map(eq, map(list, self._tables), self._names))
+            and all(map(is_, chain(_values(self._tables), (END,)), self._held))
+            # The tables below them are then those that were looked at, and most are empty.
+            and not any(self._empty)
+            and all(map(eq, map(list, self._filled), self._inner_names))
+            and all(map(is_, chain(_values(self._filled), (END,)), self._inner_held))
             and _forms(self._tensors) == self._forms
             and all(_places(one.module) == one.places for one in self._adapted)
         )
@@ -141,19 +148,8 @@ TABLE, TYPE = attrgetter("__dict__"), attrgetter("type")
 INNER_TABLES = itemgetter("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks")
 
 
-def _inner(tables: list[dict]) -> Iterator[dict]:
-    return chain.from_iterable(map(INNER_TABLES, tables))
-
-
-def _held(tables: list[dict]) -> Iterator[object]:
-    """Names and values of all attributes, and then those in tables of them."""
-    inner = [*_inner(tables)]
-    parts = (tables, map(dict.values, tables), inner, map(dict.values, inner))
-    return chain.from_iterable(chain.from_iterable(parts))
-
-
-def _lengths(tables: list[dict]) -> list[int]:
-    return [*map(len, tables), *map(len, _inner(tables))]
+def _values(tables: list[dict]) -> Iterator[object]:
+    return chain.from_iterable(map(dict.values, tables))
 
 
 def _forms(tensors: list[torch.Tensor]) -> list:

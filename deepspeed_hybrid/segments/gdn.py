@@ -18,6 +18,7 @@ from transformers.activations import ACT2FN
 from deepspeed_hybrid.autotp import is_column_shard
 from deepspeed_hybrid.compat import GdnKernels, gdn_kernels, text_model
 from deepspeed_hybrid.hung_on import hooks_of
+from deepspeed_hybrid.ops.gdn_chunks import obstacle
 from deepspeed_hybrid.ops.gdn_decode import MAX_CONV_KERNEL
 from deepspeed_hybrid.segments.apply import Binding
 from deepspeed_hybrid.segments.head_parallel import HeadParallelGdn
@@ -39,10 +40,17 @@ def gdn_binding(module: nn.Module, fused: FusedLinear | None, gates: Callable, p
     """
     plain_conv = module.activation in ("silu", "swish") and module.conv_kernel_size <= MAX_CONV_KERNEL
     conv = prompt.gdn_conv if plain_conv else None
+    chunks = prompt.gdn_chunks if conv is not None and _in_chunks(module) else None
     norm = prompt.gated_norm if is_silu_gated_norm(module.norm) else None
     runs = fused if isinstance(fused, HeadParallelGdn) else module  # some of its heads, or all of them
     fills = fills_padding(module)
-    return Binding(module, partial(gdn_forward, runs, gdn_kernels(module), fused, gates, conv, norm, fills))
+    return Binding(module, partial(gdn_forward, runs, gdn_kernels(module), fused, gates, conv, chunks, norm, fills))
+
+
+def _in_chunks(module: nn.Module) -> bool:
+    """Whether gdn_chunks takes a layer; on a CPU it takes any."""
+    weight = module.out_proj.weight
+    return weight.device.type == "cpu" or obstacle(weight.dtype, module.head_k_dim, module.head_v_dim) is None
 
 
 def fills_padding(module: nn.Module) -> bool:
@@ -84,6 +92,7 @@ def gdn_forward(
     fused: FusedLinear | None,
     gates: Callable,
     conv: Callable | None,
+    chunks: Callable | None,
     norm: Callable | None,
     fills: bool,
     hidden_states: torch.Tensor,
@@ -91,9 +100,11 @@ def gdn_forward(
     attention_mask=None,
     cache_params=None,
     past_key_values=None,
+    output: Callable | None = None,
     **kwargs,
 ) -> torch.Tensor:
-    """[B, T, D] -> [B, T, D], carrying the slots' conv window and recurrent state over the planned tokens."""
+    """[B, T, D] -> [B, T, D], carrying the slots' conv window and recurrent state over the planned tokens; or what
+    ``output`` returns in place of the output projection."""
     slot_cache = next(c for c in (cache, cache_params, past_key_values) if c is not None)
     layer, holder = slot_cache.layers[module.layer_idx], slot_cache.holder
     plan, dtype = holder.plan, hidden_states.dtype
@@ -106,24 +117,33 @@ def gdn_forward(
     if masked:
         qkv = qkv * real
     layer.ensure(qkv, module.conv_kernel_size, (module.num_v_heads, module.head_k_dim, module.head_v_dim))
-    window, state = layer.read()
+    decays = module.A_log, module.dt_bias
+    chunks = chunks if plan.slots is not None and not masked else None
     if conv is None or plan.slots is None:
-        query, key, value, window = convolve(module, qkv, window, plan.parked)
+        query, key, value, window = convolve(module, qkv, layer.read_window(), plan.parked)
+        layer.write_window(window)
     else:
-        weight, bias = module.conv1d.weight[:, 0], module.conv1d.bias
-        query, key, value, window = conv(qkv, window, weight, bias, module.key_dim, module.value_dim)
-    beta, g = gates(b, a, module.A_log, module.dt_bias, plan.parked)
-    if masked:
-        beta = beta * real  # nothing of what the conv made of padding goes into the state
-    core, state = scan(module, kernels, query, key, value, beta, g, state, recurrent=plan.slots is None)
-    layer.write(window, state)
+        taps, places = (module.conv1d.weight[:, 0], module.conv1d.bias), (layer.window, plan.slots, plan.lengths())
+        sizes = module.key_dim, module.value_dim, module.head_k_dim if chunks is not None else None
+        query, key, value = conv(qkv, layer.read_window(), *taps, *places, *sizes)
+    if chunks is not None:
+        places = layer.state, plan.slots, plan.first
+        core = chunks(query, key, value, b, a, *decays, *places, module.num_k_heads)
+    else:
+        beta, g = gates(b, a, *decays, plan.parked)
+        if masked:
+            beta = beta * real  # nothing of what the conv made of padding goes into the state
+        state, recurrent = layer.read_state(), plan.slots is None
+        core, state = scan(module, kernels, query, key, value, beta, g, state, recurrent)
+        layer.write_state(state)
 
     batch, length, _ = hidden_states.shape
     if norm is None or plan.slots is None:
         core = module.norm(core.reshape(-1, module.head_v_dim), z.reshape(-1, module.head_v_dim))
-        return module.out_proj(core.reshape(batch, length, -1))
-    core = norm(core.contiguous(), z.flatten(2), module.norm.weight, module.norm.variance_epsilon)
-    return module.out_proj(core)
+        core = core.reshape(batch, length, -1)
+    else:
+        core = norm(core.contiguous(), z.flatten(2), module.norm.weight, module.norm.variance_epsilon)
+    return (module.out_proj if output is None else output)(core)
 
 
 def project(module: nn.Module, fused: FusedLinear | None, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -141,7 +161,7 @@ def project(module: nn.Module, fused: FusedLinear | None, hidden_states: torch.T
 
 
 def convolve(
-    module: nn.Module, qkv: torch.Tensor, window: torch.Tensor, parked: torch.Tensor | None
+    module: nn.Module, qkv: torch.Tensor, window: torch.Tensor | None, parked: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
     """Causal depthwise conv and activation over [B, T, C], as q, k and v; also the window [B, C, K] that the next
     tokens need.
@@ -149,7 +169,9 @@ def convolve(
     Where lanes can be parked (a decode step) the window's oldest column, which one token does not reach, is left out.
     With it a prefill has the widths, and so the bits, of transformers' own.
     """
-    length, kernel = qkv.shape[1], window.shape[-1]
+    length, kernel = qkv.shape[1], module.conv_kernel_size
+    if window is None:
+        window = qkv.new_zeros(qkv.shape[0], qkv.shape[2], kernel)
     reached = window if parked is None else window[..., 1:]
     extended = torch.cat([reached, qkv.transpose(1, 2)], dim=-1)
     convolved = F.conv1d(extended, module.conv1d.weight, module.conv1d.bias, groups=extended.shape[1])

@@ -121,7 +121,8 @@ class Injection:
                 bindings.extend(attention_bindings(segment.projections, fused))
                 heads, gates = self.prompt.prompt_heads, self.prompt.gated_heads
                 if heads is not None and gates is not None and self.unchained[segment.layer] is None:
-                    bindings.append(prompt_attention_binding(segment.module, fused, heads, gates))
+                    keep = self.prompt.keep_tokens
+                    bindings.append(prompt_attention_binding(segment.module, fused, heads, gates, keep))
         if isinstance(self.chain, DecodeOps):
             bindings.extend(self._chains(self.chain))
         head = head_binding(self.model.get_output_embeddings())
@@ -155,7 +156,9 @@ class Injection:
                     next_norm = input_norm  # the layer behind is no chain: nobody takes it
                 segments = [segment for segment in self.segments if segment.layer == index]
                 bindings.append(
-                    decoder_layer_binding(layer, segments, self.fused, ops, input_norm, next_norm, prepared)
+                    decoder_layer_binding(
+                        layer, segments, self.fused, ops, input_norm, next_norm, prepared, self.prompt
+                    )
                 )
         if self.inputs[EMBEDDING] is None:
             first_norm = rms_norm(decoder.layers[0].input_layernorm)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""A prompt's attention: between the fused projection and the attention function one launch, and one behind it."""
+"""A prompt's attention: between the fused projection and the attention function two launches, and one behind it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,11 +17,11 @@ from deepspeed_hybrid.segments.weights import FusedLinear
 
 
 def prompt_attention_binding(
-    module: nn.Module, fused: FusedLinear, prompt_heads: Callable, gated_heads: Callable
+    module: nn.Module, fused: FusedLinear, prompt_heads: Callable, gated_heads: Callable, keep: Callable | None
 ) -> Binding:
     """Our forward for an attention module of a layer whose decode step is a chain, and which is so far known."""
     norms = (rms_norm(module.q_norm), rms_norm(module.k_norm)) if hasattr(module, "q_norm") else None
-    return Binding(module, partial(prompt_attention, module, fused, prompt_heads, gated_heads, norms))
+    return Binding(module, partial(prompt_attention, module, fused, prompt_heads, gated_heads, keep, norms))
 
 
 def prompt_attention(
@@ -29,13 +29,16 @@ def prompt_attention(
     fused: FusedLinear,
     prompt_heads: Callable,
     gated_heads: Callable,
+    keep: Callable | None,
     norms: tuple[Norm, Norm] | None,
     hidden_states: torch.Tensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     attention_mask: torch.Tensor | None,
+    output: Callable | None = None,
     **kwargs,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """[B, T, D] -> [B, T, D], and the weights of an attention function that returns them.
+) -> tuple:
+    """[B, T, D] -> [B, T, D], and the weights of an attention function that returns them; or what ``output`` returns
+    in place of the output projection.
 
     The attention function is the model's own, on what it would have been given; eager attention, which is not in
     transformers' table of them, runs in the model's own forward.
@@ -61,11 +64,13 @@ def prompt_attention(
         gated,
     )
     value = projected[..., -kv_heads * head_dim :].unflatten(-1, (kv_heads, head_dim))
-    key, value = cache.update(key.transpose(1, 2), value.transpose(1, 2), module.layer_idx)
+    slots = cache.layers[module.layer_idx]
+    key, value = slots.update(key.transpose(1, 2), value.transpose(1, 2), keep=keep)
     mixed, weights = attend(
         module, query.transpose(1, 2), key, value, attention_mask, dropout=0.0, scaling=module.scaling, **kwargs
     )
     if gated:
         gates = projected[..., : 2 * heads * head_dim].unflatten(-1, (heads, 2 * head_dim))[..., head_dim:]
-        return module.o_proj(gated_heads(mixed, gates)), weights
-    return module.o_proj(mixed.flatten(2)), weights
+        mixed = gated_heads(mixed, gates)
+    mixed = mixed if gated else mixed.flatten(2)
+    return (module.o_proj(mixed), weights) if output is None else output(mixed)

@@ -20,11 +20,15 @@ class PromptOps:
     """The ops of a prompt's forward, by the names of deepspeed_hybrid.ops; None: the model's own code runs."""
 
     gdn_conv: Callable | None = None
+    gdn_chunks: Callable | None = None
     normed_rows: Callable | None = None
     gated_norm: Callable | None = None
     rotary_tables: Callable | None = None
     prompt_heads: Callable | None = None
     gated_heads: Callable | None = None
+    keep_tokens: Callable | None = None
+    normed_linear: Callable | None = None
+    residual_linear: Callable | None = None
 
 
 MODELS_OWN = PromptOps()
@@ -41,7 +45,7 @@ def norm_binding(module: nn.Module, normed_rows: Callable) -> Binding:
 
 
 def norm_forward(module: nn.Module, normed_rows: Callable, norm: Norm, hidden_states: torch.Tensor) -> torch.Tensor:
-    """[..., K] -> [..., K] in one launch, rounded once. Rows at an even distance are read where they lie.
+    """[..., K] -> [..., K] in one launch. Rows at an even distance are read where they lie.
 
     Where weight and input differ in dtype, families differ in the dtype of the result: theirs then runs.
     """

@@ -68,6 +68,7 @@ class FusedLinear:
         self.sizes = [layer.weight.shape[0] for layer in layers]
         self._weight = FusedTensor([layer.weight for layer in layers], may_move)
         self._bias = None if layers[0].bias is None else FusedTensor([layer.bias for layer in layers], may_move)
+        self._packed = [tensor for tensor in self.tensors if tensor.mode == PACKED]  # a call looks for some to refresh
 
     @property
     def tensors(self) -> list[FusedTensor]:
@@ -100,7 +101,7 @@ class FusedLinear:
         return self(inputs).split(self.sizes, dim=-1)
 
     def refresh(self) -> int:
-        return sum(tensor.refresh() for tensor in self.tensors)
+        return sum(tensor.refresh() for tensor in self._packed)
 
 
 def refresh(fused: dict[str, FusedLinear]) -> int:

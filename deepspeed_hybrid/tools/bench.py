@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -26,11 +27,16 @@ from deepspeed_hybrid.tools.models import build_model, load_config
 from deepspeed_hybrid.tools.process import quiet
 
 READ_BYTES, READS = 4 * 2**30, 10
-SEGKI_CHOICES: dict[str, list[bool | None]] = {
-    "on": [None],
-    "off": [False],
-    "both": [False, None],
-}  # None: on where anything can be fused
+SEGMENTS: dict[str, dict[str, Any]] = {
+    "off": {"use_segki": False},
+    "consistent": {"train_consistent": True},
+    "on": {},
+}
+SEGKI_CHOICES: dict[str, list[str]] = {
+    **{name: [name] for name in SEGMENTS},
+    "both": ["off", "on"],
+    "all": ["off", "consistent", "on"],
+}
 SAMPLING_CHOICES: dict[str, dict] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0},
@@ -85,7 +91,8 @@ def bench_decode(
         prompt, new: tokens a row.
         runs: timed calls a measurement; the median counts, and the spread is (max - min) / median.
         seed: of weights and prompts.
-        segki: a key of SEGKI_CHOICES; 'both' times a batch without and with segments, one after the other.
+        segki: a key of SEGKI_CHOICES; 'both' times a batch without and with segments, one after the other, and 'all'
+            also with ``train_consistent``.
         kernels: also count and time the kernels of a step by kind (on a GPU).
         sampling: a key of SAMPLING_CHOICES.
         out, plot: files to write, or None.
@@ -98,11 +105,13 @@ def bench_decode(
     config.eos_token_id = None  # every row runs to its full length
     model = build_model(config, seed)
     tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=None)
-    rollouts = [
-        HybridEngineRollout(SimpleNamespace(module=model), tokenizer, HybridEngineRolloutConfig(use_segki=use))
-        for use in SEGKI_CHOICES[segki]
-    ]
-    print(rollouts[-1].describe())
+    rollouts = {
+        name: HybridEngineRollout(
+            SimpleNamespace(module=model), tokenizer, HybridEngineRolloutConfig(**SEGMENTS[name])
+        )
+        for name in SEGKI_CHOICES[segki]
+    }
+    print(list(rollouts.values())[-1].describe())
     bandwidth = read_bandwidth() if has_cuda() else None
     if bandwidth:
         print(f"read bandwidth: {bandwidth / 1e12:.2f} TB/s")
@@ -116,7 +125,7 @@ def bench_decode(
     for batch in batches:
         request = random_request(batch, prompt, model, seed)
         floor = sizes.total(batch, prompt + new / 2) / bandwidth if bandwidth else None
-        for rollout in rollouts:
+        for name, rollout in rollouts.items():
             if not repeats(rollout, request, whole):
                 progress.close()
                 print(f"batch {batch}: two {sampling} calls gave different tokens, so nothing is timed")
@@ -127,12 +136,12 @@ def bench_decode(
                 progress.update()
             first = [seconds_of(rollout, request, one) for _ in range(runs + 1)][1:]  # the one before is to warm up
             row = {
-                "segki": "off" if rollout.cfg.use_segki is False else "on",
+                "segki": name,
                 "sampling": sampling,
                 **decode_row(batch, prompt, new, seconds, first, floor),
             }
             if not rows:
-                tqdm.write(_line({name: heading for name, heading in HEADINGS.items() if name in row}))
+                tqdm.write(_line({key: heading for key, heading in HEADINGS.items() if key in row}))
             tqdm.write(_line(row))
             sys.stdout.flush()
             if kernels and has_cuda():
@@ -142,7 +151,7 @@ def bench_decode(
                 results.write_json(out, results.measurement(f"{sampling} decode, {model_config}", rows))
             rollout.release_memory()
     progress.close()
-    for rollout in rollouts:
+    for rollout in rollouts.values():
         rollout.shutdown()
 
     if plot is not None:

@@ -15,7 +15,7 @@ from deepspeed_hybrid.config import HybridEngineRolloutConfig
 from deepspeed_hybrid.generation.batch import RolloutRequest, SamplingConfig
 from deepspeed_hybrid.rollout import HybridEngineRollout
 from deepspeed_hybrid.tools import results
-from deepspeed_hybrid.tools.bench import SEGKI_CHOICES
+from deepspeed_hybrid.tools.bench import SEGKI_CHOICES, SEGMENTS
 from deepspeed_hybrid.tools.device import has_cuda
 from deepspeed_hybrid.tools.models import build_model, decay_slowly, is_checkpoint, load_config, with_layers
 from deepspeed_hybrid.tools.process import quiet
@@ -24,6 +24,7 @@ from deepspeed_hybrid.tools.text_model import VOCAB, byte_ids, learn, split, sta
 from deepspeed_hybrid.tools.torch_scans import torch_scans
 
 OURS, PLAIN = "deepspeed_hybrid", "deepspeed_hybrid, use_segki=False"
+PATHS = {"on": OURS, "off": PLAIN, "consistent": "deepspeed_hybrid, train_consistent"}
 DECODE, TRAINING = "transformers decode", "training forward"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 RATIO_EDGES = (0.5, 0.8, 0.9, 0.95, 0.99, 1.01, 1.05, 1.1, 1.25, 2.0)
@@ -66,7 +67,7 @@ def fidelity(
         rows, prompt, new: rows to roll out, and tokens of their prompts and answers.
         temperature: to sample at, and of all logprobs.
         dtype: a key of DTYPES; None: bf16 on a CUDA device, fp32 elsewhere.
-        segki: a key of SEGKI_CHOICES; 'both' is two rollouts, with a row each.
+        segki: a key of SEGKI_CHOICES; 'both' is two rollouts and 'all' three, with a row each.
         seed: of weights, training and sampling.
         external: what another engine answered with these weights, as :meth:`Said.read` takes it.
         save: a folder for the model as a checkpoint, and for what was answered, as ``rows.json``.
@@ -83,7 +84,7 @@ def fidelity(
     model, text = prepared(model_config, layers, train_seconds, seed)
     model = model.to(DTYPES[dtype or ("bf16" if has_cuda() else "fp32")])
     prompts = windows(text, rows, prompt)
-    rollouts = [rolled_out(model, prompts, new, temperature, seed, use) for use in SEGKI_CHOICES[segki]]
+    rollouts = [rolled_out(model, prompts, new, temperature, seed, one) for one in SEGKI_CHOICES[segki]]
     said = rollouts[-1]
     if save is not None:
         model.save_pretrained(save)
@@ -149,13 +150,15 @@ def own_ids(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     return torch.tensor(AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"])
 
 
-def rolled_out(
-    model: nn.Module, prompts: torch.Tensor, new: int, temperature: float, seed: int, use_segki: bool | None
-) -> Said:
-    """Our answers to prompts [R, T], ``new`` tokens each: stop ids are left out, so that all rows are as long."""
+def rolled_out(model: nn.Module, prompts: torch.Tensor, new: int, temperature: float, seed: int, segki: str) -> Said:
+    """Our answers to prompts [R, T], ``new`` tokens each: stop ids are left out, so that all rows are as long.
+
+    Args:
+        segki: a key of SEGMENTS.
+    """
     stops, model.generation_config.eos_token_id = model.generation_config.eos_token_id, None
     tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=None)
-    cfg = HybridEngineRolloutConfig(use_segki=use_segki)
+    cfg = HybridEngineRolloutConfig(**SEGMENTS[segki])
     try:
         with HybridEngineRollout(SimpleNamespace(module=model), tokenizer, cfg) as rollout:
             batch = rollout.generate(
@@ -166,7 +169,7 @@ def rolled_out(
         model.generation_config.eos_token_id = stops
     tokens = batch.input_ids[:, prompts.shape[1] :]
     return Said(
-        PLAIN if use_segki is False else OURS,
+        PATHS[segki],
         prompts.tolist(),
         tokens.tolist(),
         batch.logprobs.double().cpu().flatten(),
@@ -214,7 +217,7 @@ def verdict(rows: list[dict], dtype: torch.dtype) -> int:
     means = {row["path"]: row["mean_abs"] for row in rows}
     if DECODE not in means:
         return 0
-    ours, other = means.get(OURS, means.get(PLAIN)), means[DECODE]
+    ours, other = next(means[path] for path in PATHS.values() if path in means), means[DECODE]
     compared = "at most" if ours <= other else "above"
     print(f"mean abs difference to the training forward: {ours:.3g}, {compared} that of {DECODE}, {other:.3g}")
     return int(dtype != torch.float32 and ours > other)

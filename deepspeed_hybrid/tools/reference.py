@@ -39,6 +39,7 @@ def build(out: Path) -> list[str]:
     """
     import pdoc
 
+    out = out.resolve()  # as links are
     pdoc.render.configure(docformat="google", show_source=False, footer_text=deepspeed_hybrid.__version__)
     pdoc.pdoc(*(MODULES[0], rf"!{MODULES[0]}\.", *MODULES[1:]), output_directory=out)
     for name in MODULES:
@@ -67,6 +68,7 @@ def _as_one_page(html: str) -> str:
         title = TITLE.search(path.read_text())
         assert title is not None, f"{path.name} has no title"
         html = html.replace(f'href="{path.name}"', f'href="#{slug(title.group(1))}"')
+        html = html.replace(f'href="{path.name}#', 'href="#')
     for name in deepspeed_hybrid.__all__:
         html = html.replace(
             f"<code>{name}</code>", f'<a href="../deepspeed_hybrid.html#{name}"><code>{name}</code></a>'

@@ -3,25 +3,35 @@
 # DeepSpeed Team
 """gdn_conv on a CPU, and its Triton kernel in the interpreter, against float64 and transformers."""
 
+from functools import partial
+from unittest import mock
+
 import pytest
 import torch
 from decode_cases import same_bits
-from gdn_conv_cases import SMALL, WIDTHS, Widths, arguments_of, conv_oracle
+from gdn_conv_cases import SMALL, WIDTHS, Widths, arguments_of, conv_oracle, slots_of, windowed
 from gdn_decode_cases import interpreted
 from glue_cases import DTYPES, poisoned_outputs, slice_of_poison
 from models import tiny_model
 from tolerances import assert_close
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from deepspeed_hybrid.ops.gdn_conv import gdn_conv, gdn_conv_reference
+from deepspeed_hybrid.ops import gdn_conv as module
 
+gdn_conv = partial(windowed, module.gdn_conv)
+gdn_conv_reference = partial(windowed, module.gdn_conv_reference)
 TOKENS = [1, 2, 3, 4, 63, 64, 65, 130]  # fewer than the window has, and around the edges of tiles
 
 
-def kernel(**arguments) -> tuple[torch.Tensor, ...]:
-    from deepspeed_hybrid.ops.triton.gdn_conv import launch  # under the interpreter only
+def raw_kernel(**arguments) -> tuple[torch.Tensor, ...]:
+    """As many tokens a program as on a GPU, but in short runs side by side: the interpreter takes them at once."""
+    from deepspeed_hybrid.ops.triton import gdn_conv as kernels  # under the interpreter only
 
-    return launch(**arguments)
+    with mock.patch.multiple(kernels, RUN=2, RUNS=32):
+        return kernels.launch(**arguments)
+
+
+kernel = partial(windowed, raw_kernel)
 
 
 both = pytest.mark.parametrize(
@@ -63,6 +73,16 @@ def test_sizes(op, widths, tokens):
     run(op, arguments_of(widths, 2, tokens, bias=tokens % 2 == 0))
 
 
+@pytest.mark.interpreter
+@interpreted
+@pytest.mark.parametrize("kernel_size", [1, 4, 8])
+@pytest.mark.parametrize("tokens", [3, 67])
+def test_runs_as_on_a_gpu(tokens, kernel_size):
+    from deepspeed_hybrid.ops.triton.gdn_conv import launch
+
+    run(partial(windowed, launch), {**arguments_of(Widths(8, 16, kernel_size), 1, tokens), "head_dim": 8})
+
+
 @both
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -73,7 +93,7 @@ def test_dtypes(op, dtype, weights, bias):
 
 @both
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_output_is_rounded_once(op, dtype):
+def test_with_a_weight_of_fp32_the_output_is_rounded_once(op, dtype):
     arguments = arguments_of(Widths(70, 33), 2, 40, dtype=dtype)
     # The interpreter cuts bf16 off where a GPU rounds to nearest.
     unit = torch.finfo(dtype).eps / (1 if op is kernel and dtype == torch.bfloat16 else 2)
@@ -158,6 +178,24 @@ def test_no_rows(op):
 
 
 @both
+@pytest.mark.parametrize("tokens", [1, 2, 63, 65])
+def test_no_window_is_a_window_of_zeros(op, tokens):
+    arguments = arguments_of(SMALL, 2, tokens)
+    arguments["window"].zero_()
+    for one, other in zip(op(**{**arguments, "window": None}), op(**arguments), strict=True):
+        assert same_bits(one, other)
+
+
+@both
+@pytest.mark.parametrize("widths, head_dim", [(SMALL, 8), (Widths(256, 160), 128)])
+def test_heads_of_queries_and_keys_are_normalised(op, widths, head_dim):
+    arguments = {**arguments_of(widths, 2, 34), "head_dim": head_dim}
+    run(op, arguments)
+    zeros = {**arguments, "qkv": torch.zeros_like(arguments["qkv"]), "window": None, "conv_bias": None}
+    assert not any(result.any() for result in op(**zeros))
+
+
+@both
 def test_like_transformers(op):
     """A sequence from its beginning through the module that a layer has."""
     arguments = arguments_of(SMALL, 2, 11, bias=False)
@@ -193,7 +231,9 @@ def test_a_gradient_is_refused(name):
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_opcheck(dtype, rows, tokens):
-    torch.library.opcheck(gdn_conv, (), arguments_of(SMALL, rows, tokens, dtype=dtype, bias=rows == 1))
+    arguments = arguments_of(SMALL, rows, tokens, dtype=dtype, bias=rows == 1)
+    arguments.update(head_dim=8 if rows == 1 else None)
+    torch.library.opcheck(torch.ops.deepspeed_hybrid.gdn_conv.default, (), {**arguments, **slots_of(**arguments)})
 
 
 def test_fake_tensors_need_no_kernel():
@@ -204,12 +244,16 @@ def test_fake_tensors_need_no_kernel():
             else value
             for name, value in arguments_of(SMALL, 3, 5, dtype=torch.bfloat16).items()
         }
-        results = gdn_conv(**arguments)
-    assert [tuple(result.shape) for result in results] == [(3, 5, 8), (3, 5, 8), (3, 5, 16), (3, 32, 4)]
+        results = module.gdn_conv(**arguments, **slots_of(**arguments))
+    assert [tuple(result.shape) for result in results] == [(3, 5, 8), (3, 5, 8), (3, 5, 16)]
     assert all(result.dtype == torch.bfloat16 and result.is_contiguous() for result in results)
 
 
-@both
+@pytest.mark.parametrize(
+    "op",
+    [module.gdn_conv_reference, pytest.param(raw_kernel, marks=[pytest.mark.interpreter, interpreted])],
+    ids=["reference", "kernel"],
+)
 @pytest.mark.parametrize(
     "name, change, message",
     [
@@ -221,7 +265,7 @@ def test_fake_tensors_need_no_kernel():
         ("window", lambda tensor: tensor.half(), "window must be float32"),
         ("window", lambda tensor: tensor[0], "window must have 3 dimensions"),
         ("window", lambda tensor: tensor[:2], "window must have shape"),
-        ("window", lambda tensor: tensor.repeat(1, 1, 3), "window must have 1 to 8 columns, got 12"),
+        ("window", lambda tensor: tensor[..., 1:], "window must have shape"),
         ("window", lambda tensor: tensor.transpose(1, 2).contiguous().transpose(1, 2), "window must be contiguous"),
         ("conv_weight", lambda tensor: tensor[:, None], "conv_weight must have shape"),
         ("conv_weight", lambda tensor: tensor.int(), "conv_weight must be float32 or"),
@@ -229,14 +273,35 @@ def test_fake_tensors_need_no_kernel():
         ("conv_bias", lambda tensor: tensor[1:], "conv_bias must have shape"),
         ("conv_bias", lambda tensor: tensor.repeat_interleave(2)[::2], "conv_bias must be contiguous"),
         ("key_dim", lambda _: 0, "must be the 32 channels of qkv, got 0 and 16"),
+        ("head_dim", lambda _: 3, "head_dim must be a power of two up to 256 that divides key_dim=8, got 3"),
+        ("head_dim", lambda _: 16, "that divides key_dim=8, got 16"),
         ("value_dim", lambda _: 17, "must be the 32 channels of qkv, got 8 and 17"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_bad_arguments_are_refused(op, name, change, message):
     arguments = arguments_of(SMALL, 3, 5)
+    slots = slots_of(**arguments)
     arguments[name] = change(arguments[name])
     # A CPU op that gets a tensor on meta goes to the fake, which has no values to look at: ask the reference itself.
-    op = gdn_conv_reference if op is gdn_conv else op
     with pytest.raises(RuntimeError, match=message):
-        op(**arguments)
+        op(**arguments, **slots)
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("ring", lambda tensor: tensor[:, 1:], "ring must have shape"),
+        ("ring", lambda tensor: tensor.double(), "ring must be float32"),
+        ("ring", lambda tensor: tensor.repeat(1, 1, 3), "ring must have 1 to 8 columns, got 12"),
+        ("slots", lambda tensor: tensor.int(), "slots must be int64"),
+        ("lengths", lambda tensor: tensor[1:], "lengths must have shape"),
+    ],
+    ids=["other channels", "another dtype", "too many columns", "slots", "lengths"],
+)
+def test_bad_slots_are_refused(name, change, message):
+    arguments = arguments_of(SMALL, 3, 5)
+    slots = slots_of(**arguments)
+    slots[name] = change(slots[name])
+    with pytest.raises(RuntimeError, match=message):
+        module.gdn_conv_reference(**arguments, **slots)

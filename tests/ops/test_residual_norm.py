@@ -8,13 +8,13 @@ import torch
 from decode_cases import same_bits
 from fused_linear_cases import EPS, normal, rms_norm_oracle
 from gdn_decode_cases import interpreted
-from glue_cases import DTYPES, poisoned_outputs
+from glue_cases import poisoned_outputs
 from tolerances import assert_close
 
 pytestmark = [pytest.mark.interpreter, interpreted]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # of bf16 the interpreter cuts bits off
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("rows, n", [(1, 1), (3, 127), (17, 100), (2, 2560)])

@@ -33,10 +33,19 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
 from deepspeed_hybrid import HybridEngineRollout, paths
 from deepspeed_hybrid.compat import text_model
-from deepspeed_hybrid.ops.fused_linear import normed_rows, normed_rows_reference
+from deepspeed_hybrid.ops.fused_linear import (
+    normed_linear,
+    normed_linear_reference,
+    normed_rows,
+    normed_rows_reference,
+    residual_linear,
+    residual_linear_reference,
+)
 from deepspeed_hybrid.ops.gated_heads import gated_heads, gated_heads_reference
 from deepspeed_hybrid.ops.gated_norm import gated_norm, gated_norm_reference
+from deepspeed_hybrid.ops.gdn_chunks import gdn_chunks, gdn_chunks_reference
 from deepspeed_hybrid.ops.gdn_conv import gdn_conv, gdn_conv_reference
+from deepspeed_hybrid.ops.keep_tokens import keep_tokens, keep_tokens_reference
 from deepspeed_hybrid.ops.prompt_heads import prompt_heads, prompt_heads_reference
 from deepspeed_hybrid.ops.rotary_tables import rotary_tables, rotary_tables_reference
 from deepspeed_hybrid.segments.apply import bound
@@ -58,11 +67,15 @@ def with_ops(rollout: HybridEngineRollout) -> list[Counter]:
 
     injection.prompt = PromptOps(
         partial(counted, "gdn_conv", gdn_conv_reference),
+        partial(counted, "gdn_chunks", gdn_chunks_reference),
         partial(counted, "normed_rows", normed_rows_reference),
         partial(counted, "gated_norm", gated_norm_reference),
         partial(counted, "rotary_tables", rotary_tables_reference),
         partial(counted, "prompt_heads", prompt_heads_reference),
         partial(counted, "gated_heads", gated_heads_reference),
+        partial(counted, "keep_tokens", keep_tokens_reference),
+        partial(counted, "normed_linear", normed_linear_reference),
+        partial(counted, "residual_linear", residual_linear_reference),
     )
     injection.replan()
     injection.follow()
@@ -71,16 +84,20 @@ def with_ops(rollout: HybridEngineRollout) -> list[Counter]:
 
 
 def counts_of(model: nn.Module) -> Counter:
-    """Of a forward through every layer; the last norm is in the head's product."""
+    """Of a forward through every layer; the last norm is in the head's product. Where layers are chains, each hands
+    the next its norm."""
     decoder, counts = text_model(model), Counter(rotary_tables=1)
     for layer in decoder.layers:
         attention, chained = getattr(layer, "self_attn", None), not hasattr(layer.mlp, "experts")
         if attention is not None and chained:
             gated = attention.q_proj.out_features != attention.o_proj.in_features
-            counts.update(prompt_heads=1, gated_heads=int(gated))
-        counts.update(normed_rows=4 if hasattr(attention, "q_norm") and not chained else 2)
+            counts.update(prompt_heads=1, gated_heads=int(gated), keep_tokens=1)
+        if chained:
+            counts.update(normed_linear=1, residual_linear=2, normed_rows=int(layer is decoder.layers[0]))
+        else:
+            counts.update(normed_rows=4 if hasattr(attention, "q_norm") else 2)
         if hasattr(layer, "linear_attn"):
-            counts.update(gdn_conv=1, gated_norm=1)
+            counts.update(gdn_conv=1, gdn_chunks=1, gated_norm=1)
     return counts
 
 
@@ -123,6 +140,17 @@ def test_logits_are_hugging_faces(family):
     assert steps_taken == [step] * (steps - 1)
 
 
+def test_a_few_rows_go_through_the_layers_own_forward():
+    """Their product would leave half of a norm to its reader."""
+    model = tiny_model()
+    prompts = ragged_prompts([4, 8])
+    oracle = [solo(model, prompt(prompts, row), 3) for row in range(2)]
+    rollout = rollout_of(model)
+    forwards = with_ops(rollout)
+    assert_same_answers(greedy(rollout, prompts, 3), oracle)
+    assert forwards[0]["residual_linear"] == 0 and forwards[0]["normed_rows"] == 8
+
+
 def test_a_cpu_runs_the_models_own():
     rollout = rollout_of(tiny_model())
     assert rollout._injection.prompt == PromptOps() and rollout._injection.norms == []
@@ -135,7 +163,9 @@ def test_a_gpu_runs_tritons_or_says_why(backend, monkeypatch):
     off: dict[str, str] = {}
     ops = paths.prompt_ops(torch.device("cuda"), backend, off)
     if backend in ("auto", "triton"):
-        expected = PromptOps(gdn_conv, normed_rows, gated_norm, rotary_tables, prompt_heads, gated_heads)
+        attention = rotary_tables, prompt_heads, gated_heads, keep_tokens
+        products = normed_linear, residual_linear
+        expected = PromptOps(gdn_conv, gdn_chunks, normed_rows, gated_norm, *attention, *products)
         assert ops == expected and off == {}
     else:
         assert ops == PromptOps() and off == {"prompt ops": f"segki_backend is {backend!r}"}
@@ -152,7 +182,7 @@ def test_norms_are_for_all_segments_and_the_conv_for_every_choice(kind):
     forwards = with_ops(rollout)
     assert rollout._injection.norms == []
     assert_like_hugging_face(rollout, model)
-    assert forwards[0] == Counter(gdn_conv=3, gated_norm=3)
+    assert forwards[0] == Counter(gdn_conv=3, gdn_chunks=3, gated_norm=3)
 
 
 def test_describe_has_one_row_for_all_norms():
@@ -172,10 +202,12 @@ def test_prompts_are_still_captured(family):
 # ----------------------------------------------------------------------------------------------------------- the conv
 
 
-def test_chunks_of_a_prompt(monkeypatch):
+@pytest.mark.parametrize("chunks", [None, gdn_chunks_reference], ids=["the model's scan", "ours"])
+def test_chunks_of_a_prompt(monkeypatch, chunks):
     """Shorter and longer than the conv's window, to which each adds."""
     ops = PromptOps(
         gdn_conv_reference,
+        chunks,
         normed_rows_reference,
         prompt_heads=prompt_heads_reference,
         gated_heads=gated_heads_reference,
@@ -197,7 +229,7 @@ def test_a_conv_with_another_activation_is_torchs():
     rollout = rollout_of(model)
     forwards = with_ops(rollout)
     greedy(rollout, ragged_prompts([3, 9]), 2)
-    assert forwards[0]["gdn_conv"] == 2
+    assert forwards[0]["gdn_conv"] == forwards[0]["gdn_chunks"] == 2
     assert "the activation of its conv is gelu" in rollout.describe()
 
 
@@ -306,7 +338,7 @@ def test_weights_of_now(how):
 def test_gathered_weights(make_engine, monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)  # ZeRO-3 replaces it for good
     plain = tiny_model()
-    prompts = ragged_prompts([3, 7])
+    prompts = ragged_prompts([3, 20])
     expected = [solo(plain, prompt(prompts, row), 6) for row in range(2)]
     rollout = HybridEngineRollout(make_engine(tiny_model(), stage=3), Tokenizer())
     forwards = with_ops(rollout)

@@ -39,6 +39,7 @@ def test_every_cuda_kernel_of_ours_has_its_kind(kernel):
 @pytest.mark.parametrize(
     "kernel, kind",
     [("row_linear_kernel", "product"), ("gdn_decode_kernel", "gdn scan"), ("gdn_conv_kernel", "conv"),
+     ("gdn_prepare_kernel", "gdn scan"), ("gdn_carry_kernel", "gdn scan"),
      ("_attend", "attention"), ("_combine", "attention"), ("_normalise", "norm"), ("_add_and_normalise", "norm"),
      ("_gate_and_normalise", "norm"), ("_tables", "rotary"), ("nvjet_tst_64x8", "product"), ("unheard_of", "other")],
 )  # fmt: skip

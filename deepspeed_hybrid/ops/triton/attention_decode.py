@@ -9,6 +9,7 @@ import triton.language as tl
 
 from deepspeed_hybrid.ops.attention_decode import MAX_SPLITS
 from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
+from deepspeed_hybrid.ops.triton.rounding import rounded, rounded_if, weighted
 
 # Programs for 132 multiprocessors, those of the largest Hopper cards. Where a program has few blocks of positions, one
 # more at work on a multiprocessor hides what another waits for; where it has many, its own loads run ahead.
@@ -37,6 +38,7 @@ def _norm_and_rotate(
     """Heads as the scores need them, [ROWS, BLOCK_D] fp32; ``heads`` are [ROWS, 1] pointers to their first values."""
     dims = tl.arange(0, BLOCK_D)[None, :]
     half: tl.constexpr = R // 2
+    dtype: tl.constexpr = heads.dtype.element_ty
     # Rotation mixes a value with its partner half a rotary width away. Each is read twice, so that no two threads have
     # to exchange values.
     partner = tl.where(dims < half, dims + half, dims - half)
@@ -44,11 +46,15 @@ def _norm_and_rotate(
     other = tl.load(heads + partner, mask=present & (dims < R), other=0.0).to(tl.float32)
     if NORMED:
         scale = tl.rsqrt(tl.sum(own * own, axis=1) / D + eps)[:, None]
-        own *= scale * (tl.load(weight + dims, mask=dims < D, other=0.0).to(tl.float32) + norm_offset)
-        other *= scale * (tl.load(weight + partner, mask=dims < R, other=0.0).to(tl.float32) + norm_offset)
+        gain = tl.load(weight + dims, mask=dims < D, other=0.0)
+        others = tl.load(weight + partner, mask=dims < R, other=0.0)
+        own = rounded(weighted(own * scale, gain, norm_offset, dtype), dtype)
+        other = rounded(weighted(other * scale, others, norm_offset, dtype), dtype)
     c = tl.load(cos + dims, mask=dims < R, other=1.0).to(tl.float32)
     s = tl.load(sin + dims, mask=dims < R, other=0.0).to(tl.float32)
-    return own * c + tl.where(dims < half, -other, other) * s
+    by_cos = rounded_if(cos.dtype.element_ty == dtype, own * c, dtype)
+    by_sin = rounded_if(sin.dtype.element_ty == dtype, tl.where(dims < half, -other, other) * s, dtype)
+    return by_cos + by_sin
 
 
 @triton.jit
@@ -170,8 +176,8 @@ def _attend(
     if DIRECT:
         mixed = acc / total[:, None]
         if GATED:
-            gate = tl.load(queries + D + dims[None, :], mask=inside, other=0.0).to(tl.float32)
-            mixed *= tl.sigmoid(gate)
+            gate = tl.load(queries + D + dims[None, :], mask=inside, other=0.0)
+            mixed = rounded(mixed, gate.dtype) * rounded(tl.sigmoid(gate.to(tl.float32)), gate.dtype)
         tl.store(result, mixed, mask=inside)
     else:
         part = (row * HKV * GROUP + heads) * splits + split
@@ -232,7 +238,7 @@ def _combine(
         )
     mixed /= total
     if GATED:
-        mixed *= tl.sigmoid(gate.to(tl.float32))
+        mixed = rounded(mixed, gate.dtype) * rounded(tl.sigmoid(gate.to(tl.float32)), gate.dtype)
     tl.store(result, mixed, mask=dims < D)
 
 

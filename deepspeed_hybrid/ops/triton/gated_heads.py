@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
+from deepspeed_hybrid.ops.triton.rounding import rounded
 
 TILE = 4096  # elements of a program
 
@@ -42,7 +43,8 @@ def _gate(
     of_gate = row * gate_row_stride + token * gate_token_stride + head * gate_head_stride
     wait(PDL)
     value = tl.load(mixed + of_mixed[:, None] + d, mask=inside, other=0.0).to(tl.float32)
-    value *= tl.sigmoid(tl.load(gate + of_gate[:, None] + d, mask=inside, other=0.0).to(tl.float32))
+    opened = tl.sigmoid(tl.load(gate + of_gate[:, None] + d, mask=inside, other=0.0).to(tl.float32))
+    value *= rounded(opened, gate.dtype.element_ty)
     tl.store(out + at[:, None] * D + d, value.to(out.dtype.element_ty), mask=inside)
 
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
+from deepspeed_hybrid.ops.triton.rounding import rounded, rounded_if
 
 TILE = 4096  # elements of a program
 
@@ -42,7 +43,9 @@ def _gate_and_normalise(
     gating = tl.load(gate + place[:, None] + d, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(core + head[:, None] * D + d, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=1) / D + eps)[:, None]
-    value = value * scale * gain * gating * tl.sigmoid(gating)
+    dtype: tl.constexpr = core.dtype.element_ty
+    value = rounded_if(weight.dtype.element_ty == dtype, rounded(value * scale, dtype) * gain, dtype)
+    value *= gating * tl.sigmoid(gating)
     tl.store(out + head[:, None] * D + d, value.to(out.dtype.element_ty), mask=inside)
 
 

@@ -10,7 +10,8 @@ import triton.language as tl
 from deepspeed_hybrid.ops.gdn_block import checked_block
 from deepspeed_hybrid.ops.gdn_decode import L2_EPS, GdnSizes
 from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
-from deepspeed_hybrid.ops.triton.gdn_decode import OPTIONS, _parts, _sigmoid, _softplus
+from deepspeed_hybrid.ops.triton.gdn_decode import OPTIONS, _activated, _normalised, _parts, _sigmoid, _softplus
+from deepspeed_hybrid.ops.triton.rounding import rounded, rounded_if
 
 RING_CHANNELS = 1024  # of a program that writes windows
 
@@ -53,6 +54,7 @@ def gdn_block_kernel(
     CONV_KERNEL: tl.constexpr,
     TILE: tl.constexpr,
     L2_EPSILON: tl.constexpr,
+    ROUNDED: tl.constexpr,
     COMMIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -118,18 +120,18 @@ def gdn_block_kernel(
         if conv_bias is not None:
             total += tl.load(conv_bias + channel, mask=convolved, other=0.0).to(tl.float32)
         total += raw.to(tl.float32) * last_tap
-        q, k, v, gate = _parts(total * _sigmoid(total), TILE)
+        q, k, v, gate = _parts(_activated(total, convolved, conv_weight.dtype.element_ty, raw.dtype), TILE)
 
-        k *= tl.rsqrt(tl.sum(k * k) + L2_EPSILON)
+        k = rounded_if(ROUNDED, k * tl.rsqrt(tl.sum(k * k) + L2_EPSILON), raw.dtype)
         memory *= tl.exp(-rate * _softplus(a))
-        delta = (v - tl.sum(memory * k[:, None], axis=0)) * _sigmoid(b)
+        delta = (v - tl.sum(memory * k[:, None], axis=0)) * rounded(_sigmoid(b), raw.dtype)
         memory += k[:, None] * delta[None, :]
         if not COMMIT:
-            q *= tl.rsqrt(tl.sum(q * q) + L2_EPSILON) * (KEY_DIM**-0.5)
+            q = rounded_if(ROUNDED, q * tl.rsqrt(tl.sum(q * q) + L2_EPSILON), raw.dtype) * (KEY_DIM**-0.5)
             core = tl.sum(memory * q[:, None], axis=0)
-            core *= tl.rsqrt(tl.sum(core * core) / VALUE_DIM + eps)
+            normed = _normalised(core, VALUE_DIM, eps, norm, norm_weight.dtype.element_ty, raw.dtype)
             place = out + (index * lanes + row) * VALUES + value_place
-            tl.store(place, (core * norm * gate).to(out.dtype.element_ty), mask=value_mask)
+            tl.store(place, (normed * gate).to(out.dtype.element_ty), mask=value_mask)
         memory = memory.to(state.dtype.element_ty).to(tl.float32)  # as the next step finds it
 
     if COMMIT:
@@ -187,6 +189,7 @@ def launch(
     position: torch.Tensor,
     counts: torch.Tensor,
     key_heads: int,
+    rounded_heads: bool = False,
 ) -> torch.Tensor:
     """``gdn_block`` through the kernel, on CUDA or in Triton's interpreter."""
     layer = conv_weight, conv_bias, A_log, dt_bias
@@ -194,7 +197,7 @@ def launch(
     out = projected.new_empty(projected.shape[0], sizes.value_heads * sizes.value_dim)
     if out.numel():
         scanned = window, *layer, state, norm_weight, eps, position, counts, out
-        _scan(sizes, projected, counts.numel(), scanned, commit=False)
+        _scan(sizes, projected, counts.numel(), scanned, rounded_heads, commit=False)
     return out
 
 
@@ -211,6 +214,7 @@ def launch_commit(
     position: torch.Tensor,
     counts: torch.Tensor,
     key_heads: int,
+    rounded_heads: bool = False,
 ) -> None:
     """``gdn_commit`` through the kernels."""
     layer = conv_weight, conv_bias, A_log, dt_bias
@@ -219,7 +223,7 @@ def launch_commit(
         return
     lanes = counts.numel()
     scanned = window, *layer, state, norm_weight, eps, position, counts, None
-    _scan(sizes, projected, lanes, scanned, commit=True)
+    _scan(sizes, projected, lanes, scanned, rounded_heads, commit=True)
     with torch.cuda.device_of(projected):
         gdn_ring_kernel[(triton.cdiv(sizes.channels, RING_CHANNELS), lanes)](
             projected,
@@ -234,7 +238,9 @@ def launch_commit(
         )
 
 
-def _scan(sizes: GdnSizes, projected: torch.Tensor, lanes: int, arguments: tuple, commit: bool) -> None:
+def _scan(
+    sizes: GdnSizes, projected: torch.Tensor, lanes: int, arguments: tuple, rounded_heads: bool, commit: bool
+) -> None:
     with torch.cuda.device_of(projected):  # Triton launches on the current device
         gdn_block_kernel[(sizes.value_heads, lanes)](
             projected,
@@ -248,6 +254,7 @@ def _scan(sizes: GdnSizes, projected: torch.Tensor, lanes: int, arguments: tuple
             CONV_KERNEL=sizes.conv_kernel,
             TILE=triton.next_power_of_2(max(sizes.key_dim, sizes.value_dim)),
             L2_EPSILON=L2_EPS,
+            ROUNDED=rounded_heads,
             COMMIT=commit,
             **pdl(projected),
             **OPTIONS,

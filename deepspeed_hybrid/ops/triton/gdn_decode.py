@@ -9,6 +9,7 @@ import triton.language as tl
 
 from deepspeed_hybrid.ops.gdn_decode import L2_EPS, checked_sizes
 from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
+from deepspeed_hybrid.ops.triton.rounding import rounded, rounded_if
 
 # One choice for every batch: the order in which a sum over DK is added up follows from the number of warps, so that a
 # choice by batch would make the bits of a row depend on its batch mates. On an H200, with [128, 128] tiles, 4 warps
@@ -45,6 +46,22 @@ def _parts(values, TILE: tl.constexpr):
     q, k = tl.split(low)
     v, z = tl.split(high)
     return q, k, v, z
+
+
+@triton.jit
+def _activated(total, convolved, weight_dtype: tl.constexpr, dtype: tl.constexpr):
+    """SiLU of the conv's sums, with the roundings of a conv and an activation apart; and of z, which has none."""
+    total = rounded_if(weight_dtype == dtype, total, dtype)  # z is in this dtype already
+    activated = total * _sigmoid(total)
+    return tl.where(convolved, rounded(activated, dtype), activated)
+
+
+@triton.jit
+def _normalised(core, VALUE_DIM: tl.constexpr, eps, norm, weight_dtype: tl.constexpr, dtype: tl.constexpr):
+    """RMSNorm of what the delta rule reads, rounded before, ahead of its weight, and behind that."""
+    core = rounded(core, dtype)
+    core = rounded(core * tl.rsqrt(tl.sum(core * core) / VALUE_DIM + eps), dtype)
+    return rounded_if(weight_dtype == dtype, core * norm, dtype)
 
 
 # Of all pointers only state is read in vectors, so that where the others happen to be aligned is no reason to compile
@@ -85,6 +102,7 @@ def gdn_decode_kernel(
     CONV_KERNEL: tl.constexpr,
     TILE: tl.constexpr,
     L2_EPSILON: tl.constexpr,
+    ROUNDED: tl.constexpr,
     EVICTION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -153,19 +171,19 @@ def gdn_decode_kernel(
     total += raw.to(tl.float32) * last_tap
     writer = convolved & ((part == 2) | (head % GROUP == 0))
     tl.store(window + channel * CONV_KERNEL + now, raw, mask=writer)
-    q, k, v, gate = _parts(total * _sigmoid(total), TILE)
+    q, k, v, gate = _parts(_activated(total, convolved, conv_weight.dtype.element_ty, raw.dtype), TILE)
 
-    q *= tl.rsqrt(tl.sum(q * q) + L2_EPSILON) * (KEY_DIM**-0.5)
-    k *= tl.rsqrt(tl.sum(k * k) + L2_EPSILON)
+    q = rounded_if(ROUNDED, q * tl.rsqrt(tl.sum(q * q) + L2_EPSILON), raw.dtype) * (KEY_DIM**-0.5)
+    k = rounded_if(ROUNDED, k * tl.rsqrt(tl.sum(k * k) + L2_EPSILON), raw.dtype)
 
     memory *= tl.exp(-rate * _softplus(a))
-    delta = (v - tl.sum(memory * k[:, None], axis=0)) * _sigmoid(b)
+    delta = (v - tl.sum(memory * k[:, None], axis=0)) * rounded(_sigmoid(b), raw.dtype)
     memory += k[:, None] * delta[None, :]
     tl.store(state_place, memory.to(state.dtype.element_ty), mask=state_mask, eviction_policy=EVICTION)
 
     core = tl.sum(memory * q[:, None], axis=0)
-    core *= tl.rsqrt(tl.sum(core * core) / VALUE_DIM + eps)
-    tl.store(out_place, (core * norm * gate).to(out.dtype.element_ty), mask=value_mask)
+    normed = _normalised(core, VALUE_DIM, eps, norm, norm_weight.dtype.element_ty, raw.dtype)
+    tl.store(out_place, (normed * gate).to(out.dtype.element_ty), mask=value_mask)
 
 
 def launch(
@@ -181,6 +199,7 @@ def launch(
     position: torch.Tensor,
     parked: torch.Tensor,
     key_heads: int,
+    rounded_heads: bool = False,
     options: dict | None = None,
 ) -> torch.Tensor:
     """``gdn_decode`` through the kernel, on CUDA or in Triton's interpreter.
@@ -220,6 +239,7 @@ def launch(
             CONV_KERNEL=sizes.conv_kernel,
             TILE=triton.next_power_of_2(max(sizes.key_dim, sizes.value_dim)),
             L2_EPSILON=L2_EPS,
+            ROUNDED=rounded_heads,
             EVICTION="evict_first" if rows * state[0].nbytes <= MOST_EVICTED_FIRST else "",
             **pdl(projected),
             **(options or OPTIONS),

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
+from deepspeed_hybrid.ops.triton.rounding import rounded, rounded_if, weighted
 
 TILE = 2048  # elements of a program
 
@@ -29,8 +30,8 @@ def _norm_and_rotate(
     cos_token_stride,
     sin_row_stride,
     sin_token_stride,
+    offset,
     eps,
-    OFFSET: tl.constexpr,
     H: tl.constexpr,
     KV: tl.constexpr,
     D: tl.constexpr,
@@ -43,6 +44,7 @@ def _norm_and_rotate(
 ):
     """Grid (tokens of all rows, blocks of heads, those of queries first). A dimension's partner is read again."""
     announce(PDL)
+    dtype: tl.constexpr = projected.dtype.element_ty
     at = tl.program_id(0).to(tl.int64)
     row, token = at // tokens, at % tokens
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -61,11 +63,12 @@ def _norm_and_rotate(
             is_key, tl.load(k_norm + partner, mask=d < R, other=0.0), tl.load(q_norm + partner, mask=d < R, other=0.0)
         )
         scale = tl.rsqrt(tl.sum(value * value, axis=1) / D + eps)[:, None]
-        value = value * scale * (gain.to(tl.float32) + OFFSET)
-        other = other * scale * (others.to(tl.float32) + OFFSET)
+        value = rounded(weighted(value * scale, gain, offset, dtype), dtype)
+        other = rounded(weighted(other * scale, others, offset, dtype), dtype)
     cosine = tl.load(cos + row * cos_row_stride + token * cos_token_stride + d, mask=d < R, other=1.0).to(tl.float32)
     sine = tl.load(sin + row * sin_row_stride + token * sin_token_stride + d, mask=d < R, other=0.0).to(tl.float32)
-    value = value * cosine + other * tl.where(d < R // 2, -sine, sine)
+    value = rounded_if(cos.dtype.element_ty == dtype, value * cosine, dtype)
+    value += rounded_if(sin.dtype.element_ty == dtype, other * tl.where(d < R // 2, -sine, sine), dtype)
     queries = query + (at * H + head[:, None]) * D + d
     tl.store(queries, value.to(query.dtype.element_ty), mask=inside & (head < H)[:, None])
     keys = key + (at * KV + head[:, None] - H) * D + d
@@ -110,8 +113,8 @@ def launch(
             cos.stride(1),
             row * sin.stride(0),
             sin.stride(1),
-            eps,
-            OFFSET=norm_offset,
+            float(norm_offset),
+            float(eps),
             H=query_heads,
             KV=kv_heads,
             D=head_dim,

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
+from deepspeed_hybrid.ops.triton.rounding import rounded, weighted
 
 
 @triton.jit
@@ -30,17 +31,17 @@ def _add_and_normalise(
     row = tl.program_id(0).to(tl.int64) * N
     n = tl.arange(0, BLOCK_N)
     inside = n < N
-    gain = tl.load(weight + n, mask=inside, other=0.0).to(tl.float32) + offset
+    gain = tl.load(weight + n, mask=inside, other=0.0)
     wait(PDL)
     value = tl.load(product + row + n, mask=inside, other=0.0).to(tl.float32)
     if BIASED:
-        value += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
+        value = rounded(value + tl.load(bias + n, mask=inside, other=0.0).to(tl.float32), product.dtype.element_ty)
     value += tl.load(residual + row + n, mask=inside, other=0.0).to(tl.float32)
-    rounded = value.to(hidden.dtype.element_ty)
-    tl.store(hidden + row + n, rounded, mask=inside)
-    value = rounded.to(tl.float32)  # the norm sees what its layer sees
+    value = rounded(value, hidden.dtype.element_ty)  # the norm sees what its layer sees
+    tl.store(hidden + row + n, value.to(hidden.dtype.element_ty), mask=inside)
     scale = tl.rsqrt(tl.sum(value * value) / N + eps)
-    tl.store(normed + row + n, (value * scale * gain).to(normed.dtype.element_ty), mask=inside)
+    value = weighted(value * scale, gain, offset, normed.dtype.element_ty)
+    tl.store(normed + row + n, value.to(normed.dtype.element_ty), mask=inside)
 
 
 def launch(

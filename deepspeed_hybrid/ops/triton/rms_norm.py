@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
+from deepspeed_hybrid.ops.triton.rounding import weighted
 
 TILE = 2048  # elements of a program: rows of a head are short, and a program for each would have idle warps
 
@@ -46,12 +47,13 @@ def _normalise(
         value = tl.where(known, value, float("nan"))
         tl.store(hidden + row * K + k, value.to(hidden.dtype.element_ty), mask=inside)
     scale = tl.rsqrt(tl.sum(value * value, axis=1) / K + eps)[:, None]
-    value *= scale * (tl.load(weight + k, mask=k < K, other=0.0).to(tl.float32) + offset)
+    gain = tl.load(weight + k, mask=k < K, other=0.0)
+    value = weighted(value * scale, gain, offset, out.dtype.element_ty)
     tl.store(out + row * K + k, value.to(out.dtype.element_ty), mask=inside)
 
 
 def launch(x: torch.Tensor, weight: torch.Tensor, offset: float, eps: float) -> torch.Tensor:
-    """[M, K] -> [M, K] in x's dtype: x * rsqrt(mean(x^2) + eps) * (weight + offset), rounded once.
+    """[M, K] -> [M, K] in x's dtype: x * rsqrt(mean(x^2) + eps) * (weight + offset).
 
     The shape of a program follows from K alone, so that a row has the same bits among any others.
     """

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
+from deepspeed_hybrid.ops.triton.rounding import rounded
 
 SMALLEST_TILE = 16
 
@@ -92,14 +93,15 @@ def row_linear_kernel(
             up *= factor
     if BIASED:
         product += shift
+    product = rounded(product, out.dtype.element_ty)
     if GLU:
-        product = product / (1.0 + tl.exp(-product)) * up
+        product = rounded(product / (1.0 + tl.exp(-product)), out.dtype.element_ty)
+        product *= rounded(up, out.dtype.element_ty)
     if ADDED:
-        product += before
-    rounded = product.to(out.dtype.element_ty)
-    tl.store(out + columns, rounded, mask=inside)
+        product = rounded(product + before, out.dtype.element_ty)
+    tl.store(out + columns, product.to(out.dtype.element_ty), mask=inside)
     if ADDED:
-        hidden = tl.where(inside, rounded.to(tl.float32), 0.0)  # the next norm sees what its layer sees
+        hidden = tl.where(inside, product, 0.0)  # the next norm sees what its layer sees
         tl.store(scaled + columns, (hidden * gain).to(scaled.dtype.element_ty), mask=inside)
         tl.store(next_squares + tile, tl.sum(hidden * hidden))
 

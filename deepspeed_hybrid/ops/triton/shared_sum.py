@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
+from deepspeed_hybrid.ops.triton.rounding import rounded, weighted
 
 WORD = 4  # bytes of data in a packet
 
@@ -49,11 +50,6 @@ def _of_columns(values, column, inside, SECOND: tl.constexpr):
     if SECOND:
         second = tl.load(values + column + 1, mask=inside, other=0.0).to(tl.float32)
     return first, second
-
-
-@triton.jit
-def _rounded(value, dtype: tl.constexpr):
-    return value.to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -131,18 +127,18 @@ def _add_over_ranks(
         second += second_of_rank
     tl.store(launches + row, number)
 
-    first, second = _rounded(first, dtype), _rounded(second, dtype)  # where a layer's own code rounds
+    first, second = rounded(first, dtype), rounded(second, dtype)  # where a layer's own code rounds
     if BIASED:
         added, second_added = _of_columns(bias, column, inside, pair)
-        first, second = _rounded(first + added, dtype), _rounded(second + second_added, dtype)
-    first, second = _rounded(left + first, dtype), _rounded(second_left + second, dtype)
+        first, second = rounded(first + added, dtype), rounded(second + second_added, dtype)
+    first, second = rounded(left + first, dtype), rounded(second_left + second, dtype)
     at = row * WORDS + i
     tl.store(hidden.to(tl.pointer_type(tl.int32)) + at, _words(first, second, dtype), mask=inside)
     squares = first * first
     if pair:
         squares += second * second
     scale = tl.rsqrt(tl.sum(squares) / N + eps)
-    first, second = first * scale * (gain + offset), second * scale * (second_gain + offset)
+    first, second = weighted(first * scale, gain, offset, dtype), weighted(second * scale, second_gain, offset, dtype)
     tl.store(normed.to(tl.pointer_type(tl.int32)) + at, _words(first, second, dtype), mask=inside)
 
 

@@ -147,15 +147,27 @@ def test_normed_rows(dtype, size, offset):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 16])
-@pytest.mark.parametrize("kind", ["bias", "glu"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_few_rows_are_rounded_once(dtype, kind, rows):
-    arguments = on_gpu(
-        normed_arguments(rows, INNER, HIDDEN, dtype=dtype, parts=70, bias=kind == "bias", glu=kind == "glu")
-    )
+def test_few_rows_are_rounded_behind_the_bias(dtype, rows):
+    arguments = on_gpu(normed_arguments(rows, INNER, HIDDEN, dtype=dtype, parts=70, bias=True))
     exact = normed_linear_oracle(**arguments)
     error = (normed_linear(**arguments).double() - exact).abs()
     assert (error <= exact.abs() * (torch.finfo(dtype).eps / 2) + 2e-5).all()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_few_rows_round_between_operations(dtype, rows):
+    """Product, SiLU, product of the two; product with bias, sum with the residual: as modules do, one by one."""
+    arguments = on_gpu(normed_arguments(rows, INNER, HIDDEN, dtype=dtype, parts=70, glu=True))
+    gate, up = normed_linear_oracle(**arguments | {"glu": False}).to(dtype).chunk(2, dim=-1)
+    same = normed_linear(**arguments) == torch.nn.functional.silu(gate) * up
+    assert same.double().mean() > 0.98
+
+    arguments = on_gpu(residual_arguments(rows, HIDDEN, INNER, dtype=dtype, bias=True))
+    product = arguments["x"].double() @ arguments["weight"].double().t() + arguments["bias"].double()
+    same = residual_linear(**arguments)[0] == arguments["residual"] + product.to(dtype)
+    assert same.double().mean() > 0.98
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -3,16 +3,22 @@
 # DeepSpeed Team
 """The Triton gdn_conv on a GPU against float64 on the CPU, at the sizes of a model."""
 
+from functools import partial
+
 import pytest
 import torch
 from decode_cases import same_bits
-from gdn_conv_cases import REAL, SMALL, WIDTHS, arguments_of, conv_oracle
+from gdn_conv_cases import REAL, SMALL, WIDTHS, arguments_of, conv_oracle, slots_of, windowed
 from glue_cases import DTYPES, moved, poisoned_outputs
 from tolerances import assert_close
 
-from deepspeed_hybrid.ops.gdn_conv import gdn_conv, gdn_conv_reference
+from deepspeed_hybrid.ops import gdn_conv as module
+from deepspeed_hybrid.ops.gdn_decode import window_from_ring
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+gdn_conv = partial(windowed, module.gdn_conv)
+gdn_conv_reference = partial(windowed, module.gdn_conv_reference)
 
 
 def run(arguments: dict) -> tuple[torch.Tensor, ...]:
@@ -39,6 +45,13 @@ def test_a_models_sizes(dtype, bias, rows, tokens):
     run(arguments_of(REAL, rows, tokens, dtype=dtype, weights=dtype, bias=bias))
 
 
+@pytest.mark.parametrize("window", [True, False], ids=["later", "first"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_heads_of_queries_and_keys_have_length_one(dtype, window):
+    arguments = {**arguments_of(REAL, 3, 150, dtype=dtype), "head_dim": 128}
+    run(arguments if window else {**arguments, "window": None})
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 63, 64, 65, 200])
 @pytest.mark.parametrize("widths", WIDTHS, ids=lambda widths: "-".join(map(str, widths)))
 def test_other_sizes(widths, tokens):
@@ -47,7 +60,7 @@ def test_other_sizes(widths, tokens):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_output_is_rounded_once(dtype):
+def test_with_a_weight_of_fp32_the_output_is_rounded_once(dtype):
     arguments = arguments_of(REAL, 1, 100, dtype=dtype)
     exact = conv_oracle(**arguments)[:3]
     for result, expected in zip(gdn_conv(**moved(arguments, "cuda")), exact, strict=False):
@@ -106,18 +119,21 @@ def test_places_beyond_32_bits():
 
 
 def test_replays_of_a_graph():
-    """Each carries the window on to the next."""
+    """Each carries the window on to the next, through the slots."""
     arguments = arguments_of(REAL, 2, 90, dtype=torch.bfloat16)
     on_gpu = moved(arguments, "cuda")
     whole = gdn_conv(**on_gpu)
     step = {**on_gpu, "qkv": on_gpu["qkv"][:, :30].contiguous(), "window": on_gpu["window"].clone()}
-    gdn_conv(**step)  # compiles
+    slots = slots_of(**step)
+    slots["lengths"].fill_(0)
+    module.gdn_conv(**step, **slots)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        *parts, window = gdn_conv(**step)
-        step["window"].copy_(window)
+        parts = module.gdn_conv(**step, **slots)
+        step["window"].copy_(window_from_ring(slots["ring"][slots["slots"]], slots["lengths"]))
     for start in (0, 30, 60):
         step["qkv"].copy_(on_gpu["qkv"][:, start : start + 30])
+        slots["lengths"].add_(30)
         for part in parts:
             part.fill_(float("nan"))
         graph.replay()
@@ -160,4 +176,5 @@ def test_bad_arguments_are_refused():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_opcheck(dtype):
-    torch.library.opcheck(gdn_conv, (), moved(arguments_of(SMALL, 3, 5, dtype=dtype), "cuda"))
+    arguments = moved(arguments_of(SMALL, 3, 5, dtype=dtype), "cuda")
+    torch.library.opcheck(torch.ops.deepspeed_hybrid.gdn_conv.default, (), {**arguments, **slots_of(**arguments)})

@@ -84,12 +84,11 @@ def test_silu_mul_of_extreme_values_stays_finite(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_silu_mul_is_rounded_once(dtype):
-    gate_up = gate_up_case(64, 2 * 9216, dtype=dtype)
-    exact = silu_mul_oracle(gate_up)
-    normal = exact.abs() > torch.finfo(dtype).tiny
-    error = ((fused_silu_mul_halves(gate_up.cuda()).cpu().double() - exact) / exact).abs()[normal]
-    assert error.max() < torch.finfo(dtype).eps / 2 * 1.01
+def test_the_silu_is_rounded_as_in_transformers(dtype):
+    gate_up = gate_up_case(64, 2 * 9216, dtype=dtype).cuda()
+    gate, up = gate_up.chunk(2, dim=-1)
+    same = fused_silu_mul_halves(gate_up) == torch.nn.functional.silu(gate) * up
+    assert same.double().mean() > 0.999
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -177,10 +176,10 @@ def test_parked_rows_are_zero_whatever_they_hold(dtype):
         assert (gate[~parked.cuda()] != 0).all()
 
 
-def test_the_sigmoid_is_not_rounded_to_the_models_dtype():
+def test_beta_is_what_the_models_dtype_holds():
     half = torch.full((1, 1, 1), 0.5, dtype=torch.bfloat16, device="cuda")
     beta, _ = gdn_gates(half, half, torch.zeros(1, device="cuda"), torch.zeros(1, device="cuda"), None)
-    assert beta.item() == pytest.approx(0.62245935, abs=1e-7)
+    assert beta.item() == 0.62109375
 
 
 def test_gates_inside_a_graph():

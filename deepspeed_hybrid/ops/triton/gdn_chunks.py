@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""The Triton kernels of gdn_chunks, and their launch.
+
+With S the state before a chunk, its tokens write U - W S (the WY form), where both factors follow from the chunk
+alone: one kernel makes them for all chunks side by side, and a second one goes from chunk to chunk with S in
+registers. Neither the state between chunks nor what a chunk writes goes through memory.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from deepspeed_hybrid.ops.gdn_chunks import CHUNK, GdnChunkSizes
+from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
+
+WARPS = 4
+# Columns of the state for a program of the second kernel, and its stages of loads: with few programs each waits for
+# its own loads, with many the cache is read less often by wide ones, and two on a multiprocessor wait in turn.
+NARROW, WIDE = (32, 2), (64, 1)
+MANY_PROGRAMS = 264
+
+BLOCK = tl.constexpr(16)  # of a chunk's tokens: within one the triangle is inverted by its powers
+
+
+@triton.jit
+def _inverse(lower, SIZE: tl.constexpr):
+    """(1 + lower)^-1 of a strictly lower triangle [SIZE, SIZE], SIZE four blocks.
+
+    A block B to the 16th is 0, so that its inverse is (1 - B)(1 + B^2)(1 + B^4)(1 + B^8), in fp32: of powers beyond,
+    entries may be large where their sum is not. The blocks of the diagonal, D, leave N = D^-1 (lower - D), N^4 = 0.
+    """
+    BLOCKS: tl.constexpr = SIZE // BLOCK
+    at = tl.arange(0, SIZE)
+    same = (at[:, None] // BLOCK) == (at[None, :] // BLOCK)
+    diagonal = tl.where(same, lower, 0.0)
+    power = tl.sum(tl.reshape(diagonal, (BLOCKS, BLOCK, BLOCKS, BLOCK)), axis=2)
+    inside = tl.arange(0, BLOCK)
+    inverse = tl.where((inside[:, None] == inside[None, :])[None, :, :], 1.0, -power)
+    for _ in tl.static_range(3):
+        power = tl.dot(power, power, input_precision="tf32x3")
+        inverse += tl.dot(inverse, power, input_precision="tf32x3")
+    spread = tl.broadcast_to(inverse[:, :, None, :], (BLOCKS, BLOCK, BLOCKS, BLOCK))
+    inverse = tl.where(same, tl.reshape(spread, (SIZE, SIZE)), 0.0)
+
+    between = tl.dot(inverse, lower - diagonal)
+    squared = tl.dot(between, between)
+    factor = tl.where(at[:, None] == at[None, :], 1.0, 0.0) - between
+    return tl.dot(factor + tl.dot(factor, squared), inverse)
+
+
+@triton.jit(do_not_specialize=["length", "chunks"])
+def gdn_prepare_kernel(
+    key,
+    value,
+    b,
+    a,
+    A_log,
+    dt_bias,
+    w,
+    u,
+    decays,
+    length,
+    chunks,
+    b_row_stride,
+    b_token_stride,
+    a_row_stride,
+    a_token_stride,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (chunks, B * HV): W, U and the sums of log decays, in the order of heads and padded to whole chunks."""
+    announce(PDL)
+    chunk, lane = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row, head = lane // HV, lane % HV
+    at = tl.arange(0, CHUNK)
+    token = chunk * CHUNK + at
+    real = token < length
+    k = tl.arange(0, DK)[None, :]
+    v = tl.arange(0, DV)[None, :]
+    rate = -tl.exp(tl.load(A_log + head).to(tl.float32))
+    offset = tl.load(dt_bias + head).to(tl.float32)
+
+    wait(PDL)
+    place = row * length + token
+    keys = tl.load(key + (place * HK + head // (HV // HK))[:, None] * DK + k, mask=real[:, None], other=0.0)
+    values = tl.load(value + (place * HV + head)[:, None] * DV + v, mask=real[:, None], other=0.0)
+    raw_b = tl.load(b + row * b_row_stride + token * b_token_stride + head, mask=real, other=0.0).to(tl.float32)
+    raw_a = tl.load(a + row * a_row_stride + token * a_token_stride + head, mask=real, other=0.0).to(tl.float32)
+
+    beta = tl.where(real, tl.sigmoid(raw_b), 0.0)
+    raw_a += offset
+    softplus = tl.maximum(raw_a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(raw_a)))
+    decay = tl.cumsum(tl.where(real, rate * softplus, 0.0), axis=0)
+
+    overlap = tl.dot(keys, tl.trans(keys)) * beta[:, None] * tl.exp(decay[:, None] - decay[None, :])
+    inverse = _inverse(tl.where(at[:, None] > at[None, :], overlap, 0.0), CHUNK) * beta[None, :]
+
+    padded = (lane * chunks + chunk) * CHUNK + at
+    tl.store(decays + padded, decay)
+    tl.store(u + padded[:, None] * DV + v, tl.dot(inverse.to(values.dtype), values).to(values.dtype))
+    inverse *= tl.exp(decay)[None, :]
+    tl.store(w + padded[:, None] * DK + k, tl.dot(inverse.to(keys.dtype), keys).to(keys.dtype))
+
+
+@triton.jit(do_not_specialize=["length", "chunks"])
+def gdn_carry_kernel(
+    query,
+    key,
+    w,
+    u,
+    decays,
+    state,
+    slots,
+    core,
+    length,
+    chunks,
+    scale,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    FIRST: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (blocks of the state's columns, B * HV): one chunk after the other."""
+    announce(PDL)
+    lane = tl.program_id(1).to(tl.int64)
+    row, head = lane // HV, lane % HV
+    at = tl.arange(0, CHUNK)
+    k = tl.arange(0, DK)
+    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    wait(PDL)
+    state += ((tl.load(slots + row) * HV + head) * DK + k[:, None]) * DV + v[None, :]
+    memory = tl.zeros([DK, BLOCK_V], tl.float32)
+    if not FIRST:
+        memory += tl.load(state).to(tl.float32)
+    query += (row * length * HK + head // (HV // HK)) * DK
+    key += (row * length * HK + head // (HV // HK)) * DK
+    core += (row * length * HV + head) * DV
+    w += lane * chunks * CHUNK * DK
+    u += lane * chunks * CHUNK * DV
+    decays += lane * chunks * CHUNK
+
+    for chunk in tl.range(0, chunks, num_stages=STAGES):
+        token = chunk * CHUNK + at
+        place = token.to(tl.int64)[:, None]
+        real = (token < length)[:, None]
+        queries = tl.load(query + place * (HK * DK) + k[None, :], mask=real, other=0.0)
+        keys = tl.load(key + place * (HK * DK) + k[None, :], mask=real, other=0.0)
+        factors = tl.load(w + place * DK + k[None, :])
+        written = tl.load(u + place * DV + v[None, :])
+        decay = tl.load(decays + token)
+        last = tl.load(decays + chunk * CHUNK + CHUNK - 1)
+
+        before = memory.to(keys.dtype)
+        written = written.to(tl.float32) - tl.dot(factors, before)
+        seen = tl.dot(queries, tl.trans(keys)) * tl.exp(decay[:, None] - decay[None, :])
+        seen = tl.where(at[:, None] >= at[None, :], seen, 0.0)
+        read = tl.dot(queries, before) * tl.exp(decay)[:, None]
+        read = tl.dot(seen.to(keys.dtype), written.to(keys.dtype), read) * scale
+        tl.store(core + place * (HV * DV) + v[None, :], read.to(keys.dtype), mask=real)
+        added = written * tl.exp(last - decay)[:, None]
+        memory = tl.dot(tl.trans(keys), added.to(keys.dtype), memory * tl.exp(last))
+
+    tl.store(state, memory.to(state.dtype.element_ty))
+
+
+def launch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    slots: torch.Tensor,
+    first: bool,
+    sizes: GdnChunkSizes,
+) -> torch.Tensor:
+    """``gdn_chunks`` through the kernels, on CUDA or in Triton's interpreter, on arguments that the op has checked."""
+    rows, tokens, key_heads, heads, key_dim, value_dim = sizes
+    core = value.new_empty(rows, tokens, heads, value_dim)
+    if rows == 0:
+        return core
+    chunks = triton.cdiv(tokens, CHUNK)
+    w = key.new_empty(rows, heads, chunks * CHUNK, key_dim)
+    u = value.new_empty(rows, heads, chunks * CHUNK, value_dim)
+    decays = value.new_empty(rows, heads, chunks * CHUNK, dtype=torch.float32)
+    shape = {"HK": key_heads, "HV": heads, "DK": key_dim, "DV": value_dim, "CHUNK": CHUNK}
+    many = rows * heads * value_dim >= MANY_PROGRAMS * WIDE[0]
+    block_v, stages = WIDE if many else NARROW
+    block_v = min(value_dim, block_v)
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        gdn_prepare_kernel[(chunks, rows * heads)](
+            key,
+            value,
+            b,
+            a,
+            A_log,
+            dt_bias,
+            w,
+            u,
+            decays,
+            tokens,
+            chunks,
+            b.stride(0),
+            b.stride(1),
+            a.stride(0),
+            a.stride(1),
+            **shape,
+            num_warps=WARPS,
+            **pdl(query),
+        )
+        gdn_carry_kernel[(value_dim // block_v, rows * heads)](
+            query,
+            key,
+            w,
+            u,
+            decays,
+            state,
+            slots,
+            core,
+            tokens,
+            chunks,
+            key_dim**-0.5,
+            **shape,
+            BLOCK_V=block_v,
+            FIRST=first,
+            STAGES=stages,
+            num_warps=WARPS,
+            **pdl(query),
+        )
+    return core
