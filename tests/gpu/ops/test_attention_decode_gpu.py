@@ -8,7 +8,7 @@ import torch
 from attention_cases import attention_arguments, attention_oracle, only_row, run_attention
 from decode_cases import same_bits
 from glue_cases import DTYPES, moved
-from tolerances import assert_close
+from tolerances import assert_close, assert_close_but_for_roundings
 
 from deepspeed_hybrid.ops.attention_decode import attention_decode, attention_decode_op, attention_decode_reference
 
@@ -99,8 +99,8 @@ def test_inside_a_graph(splits):
         before = moved(arguments, "cuda")
         graph.replay()
         exact, keys, values = attention_oracle(**before)
-        assert_close(out, exact)
-        assert_close(arguments["keys"], keys)
+        assert_close_but_for_roundings(out, exact)
+        assert_close_but_for_roundings(arguments["keys"], keys)
         assert_close(arguments["values"], values)
 
 
@@ -119,9 +119,9 @@ def test_no_sync_is_needed(splits):
 def test_the_reference_agrees_on_the_gpu():
     arguments = arguments_on_gpu(3, parked=True)
     copy = moved(arguments, "cuda")
-    assert_close(attention_decode(**arguments), attention_decode_reference(**copy))
+    assert_close_but_for_roundings(attention_decode(**arguments), attention_decode_reference(**copy))
     for name in ("keys", "values"):
-        assert_close(arguments[name], copy[name])
+        assert_close_but_for_roundings(arguments[name], copy[name])
 
 
 @pytest.mark.parametrize(

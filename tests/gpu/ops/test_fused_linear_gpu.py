@@ -20,7 +20,7 @@ from fused_linear_cases import (
     rms_norm_oracle,
 )
 from glue_cases import DTYPES, moved, poisoned_outputs, slice_of_poison
-from tolerances import assert_close
+from tolerances import assert_close, assert_close_but_for_roundings
 
 from deepspeed_hybrid.ops import few_rows
 from deepspeed_hybrid.ops.fused_linear import normed_linear, normed_rows, residual_linear
@@ -76,7 +76,7 @@ def check(op: Callable, arguments: dict, output) -> None:
         assert_close(output, normed_linear_oracle(**arguments))
         return
     hidden, scaled, squares = output
-    assert_close(hidden, hidden_oracle(**arguments))
+    assert_close_but_for_roundings(hidden, hidden_oracle(**arguments))
     norm = (arguments["next_norm"], arguments["next_offset"], arguments["next_eps"])
     assert_close(finished(scaled, squares, norm[2]).to(scaled.dtype), rms_norm_oracle(hidden, *norm))
 
