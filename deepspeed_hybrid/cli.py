@@ -65,7 +65,7 @@ def _add_demo(commands) -> None:
     )
     command.add_argument(
         "--speculative",
-        choices=SPECULATIVE,
+        choices=("dflash",),
         help="instead: train a model and a draft model, and generate with both what the model generates alone",
     )
 
@@ -205,6 +205,9 @@ def _add_train_draft(commands) -> None:
     command = _command(
         commands, "train-draft", _train_draft, "train a draft model for speculative decoding, and save it"
     )
+    command.add_argument(
+        "--kind", choices=SPECULATIVE, default="dflash", help="a draft model, or an MTP head (default: %(default)s)"
+    )
     command.add_argument("--model", required=True, metavar="PATH", help="a model and its tokenizer, as saved")
     data = command.add_mutually_exclusive_group(required=True)
     data.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt a line: train on the model's answers")
@@ -215,15 +218,17 @@ def _add_train_draft(commands) -> None:
         ("rows", 8, "rows a step"),
         ("tokens", 512, "tokens of an answer, or of a row of text"),
         ("reuse", 4, "steps on one batch"),
-        ("layers", 5, "layers of the draft model"),
-        ("block", 16, "tokens of a block"),
+        ("layers", 5, "layers of a DFlash draft model"),
         ("anchors", 64, "blocks a row"),
     ):
         command.add_argument(f"--{name}", type=_positive, default=default, help=f"{what} (default: %(default)s)")
+    command.add_argument("--block", type=_positive, help="tokens of a block (default: 16, and 4 with --kind mtp)")
     command.add_argument(
         "--mask-token", type=int, metavar="ID", help="that stands for a guess (default: the first that is not used)"
     )
-    command.add_argument("--rate", type=float, default=6e-4, help="learning rate (default: %(default)s)")
+    command.add_argument(
+        "--rate", type=float, help="learning rate (default: 6e-4, and 1e-5 for an MTP head that the model brings)"
+    )
     command.add_argument("--temperature", type=float, default=1.0, help="of the answers (default: %(default)s)")
     command.add_argument("--seed", type=int, default=0, help="of weights, answers and blocks (default: %(default)s)")
 
@@ -365,6 +370,7 @@ def _bench_rollouts(options: argparse.Namespace) -> int:
 
 def _train_draft(options: argparse.Namespace) -> int:
     return train_draft(
+        options.kind,
         options.model,
         options.prompts,
         options.text,

@@ -9,7 +9,7 @@ import torch
 
 SEGMENT_KINDS = ("all", "fused_glu", "fused_gdn", "fused_attention")
 BACKENDS = ("auto", "cuda", "triton", "torch")
-SPECULATIVE = ("dflash",)
+SPECULATIVE = ("dflash", "mtp")
 AUTO_BLOCK = "auto"  # a draft_block_size
 DRAFT_KV_CACHE_DTYPES = ("fp8_e4m3",)
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,16 +43,19 @@ class HybridEngineRolloutConfig:
         progress: a bar on stderr over the rows of a call, with the number of tokens so far; where there are several
             processes, on the first only.
         speculative: 'dflash': a draft model guesses several tokens, and a step of the model chooses as many of its
-            own as were guessed right, and one more. Tokens are those of the plain path. None: off.
-        draft_model: the folder of a DFlash checkpoint, or a ``DFlashDraft``, whose weights ``sync_weights`` copies.
+            own as were guessed right, and one more. Tokens are those of the plain path. 'mtp': the same with the MTP
+            head of a Qwen3.5. None: off.
+        draft_model: the folder of a DFlash checkpoint, or a ``DFlashDraft``; for 'mtp' the folder of a Qwen3.5
+            checkpoint, a .safetensors file, or an ``MtpDraft``. ``sync_weights`` copies a module's weights again.
         draft_block_size: tokens of a block, the last one chosen among them; at most the draft's own, which is None.
+            An MTP head runs once for each token behind the first: None is 4, and 16 the most.
             'auto': as many as pay, by measured times and acceptance; where nothing pays, plain steps. Lengths then
             differ from run to run, and the last bits of logprobs with them.
         draft_kv_cache_dtype: of the keys and values that a draft model keeps of its context. 'fp8_e4m3': half as large
             as 16 bits, rounded as they are written, with a scale of 1; only guesses, and so speed, depend on it.
-            None: the model's own.
+            None: the model's own. With 'dflash' alone.
         draft_side_stream: in a step of a block, bring a draft model's context up to date on a stream of its own,
-            beside what follows in the step. Results are the same. On a CPU it changes nothing.
+            beside what follows in the step. Results are the same. On a CPU it changes nothing. With 'dflash' alone.
         train_consistent: decode steps in the training forward's order where that costs time: a norm ends before the
             product that reads it, and products are the library's, with an activation or a residual in launches of
             their own. Roundings that cost nothing follow it in any case, and from 17 rows on, as on a CPU, nothing
@@ -124,6 +127,9 @@ class HybridEngineRolloutConfig:
             _require("draft_side_stream", True, not self.draft_side_stream, "False where speculative is None")
         else:
             _require("draft_model", None, self.draft_model is not None, "set where speculative is")
+        if self.speculative == "mtp":
+            for name, off in (("draft_kv_cache_dtype", None), ("draft_side_stream", False)):
+                _require(name, getattr(self, name), getattr(self, name) == off, f"{off} with speculative='mtp'")
         _require(
             "draft_block_size",
             self.draft_block_size,

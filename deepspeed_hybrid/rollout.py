@@ -342,7 +342,7 @@ class HybridEngineRollout(RolloutEngine):
         answers, ``prompt_buffers`` and ``prompt_logits`` the ends of captured prompt forwards, ``graph_pool`` whatever
         else the private pools of captured graphs have reserved (0 without graphs), ``masks`` a mask that is kept, and
         ``packed_weights`` copies of weights; with a draft model also ``draft_keys``, ``draft_values`` and
-        ``draft_weights``, those of the copy that serves. Weights are not counted that are the model's own.
+        ``draft_weights``, those of the copy that serves, and an MTP head's ``draft_hidden``; not the model's weights.
         """
         mask = self._paths.call.kept_mask
         others = {"masks": 0 if mask is None else mask.nbytes, "packed_weights": self._injection.packed_bytes}

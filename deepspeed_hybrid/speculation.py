@@ -8,18 +8,23 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from deepspeed_hybrid.compat import text_model
+from deepspeed_hybrid.compat import ModelCall, text_config, text_model
 from deepspeed_hybrid.config import HybridEngineRolloutConfig
 from deepspeed_hybrid.paths import Paths
 from deepspeed_hybrid.speculative.controller import Controller, FixedBlock, PayingBlock
 from deepspeed_hybrid.speculative.draft import DFlashDraft
 from deepspeed_hybrid.speculative.drafter import DFlashDrafter
+from deepspeed_hybrid.speculative.mtp import MtpDraft
+from deepspeed_hybrid.speculative.mtp_drafter import MtpDrafter
+from deepspeed_hybrid.speculative.mtp_weights import load_mtp
 from deepspeed_hybrid.speculative.side_stream import SideStream
 from deepspeed_hybrid.speculative.speculation import Speculation
 from deepspeed_hybrid.speculative.weights import load_draft
 
 FP8_CAPABILITY = (8, 9)
 LENGTHS = (1, 4, 8, 16)  # to choose from with draft_block_size='auto'
+MTP_LENGTHS = (1, 2, 3, 4)  # a pass for each token: their number is what costs
+MOST_MTP_TOKENS = 16
 
 
 def make_speculation(cfg: HybridEngineRolloutConfig, paths: Paths) -> Speculation | None:
@@ -36,13 +41,24 @@ def make_speculation(cfg: HybridEngineRolloutConfig, paths: Paths) -> Speculatio
     if obstacle:
         raise RuntimeError(f"{option} cannot be honoured: {obstacle}")
     paths.require_chains(option)
-    draft = given_draft(cfg.draft_model)
-    call = paths.call
+    make = {"dflash": dflash_speculation, "mtp": mtp_speculation}[cfg.speculative]
+    return make(cfg, paths)
+
+
+def dflash_speculation(cfg: HybridEngineRolloutConfig, paths: Paths) -> Speculation:
+    draft, call = given_draft(cfg.draft_model), paths.call
     layers = len(text_model(call.model).layers)
     draft.config.check_target(call.embedding.weight.shape[1], layers, call.vocab_size, call.known_ids)
     drafter = DFlashDrafter(draft, call, draft_cache_dtype(cfg.draft_kv_cache_dtype, paths.device))
     side = SideStream() if cfg.draft_side_stream else None
     return Speculation(drafter, block_controller(cfg.draft_block_size, draft.config.block_size), side)
+
+
+def mtp_speculation(cfg: HybridEngineRolloutConfig, paths: Paths) -> Speculation:
+    draft, call = given_mtp(cfg.draft_model, paths.call), paths.call
+    draft.config.check_target(call.embedding.weight.shape[1])
+    controller = mtp_controller(cfg.draft_block_size)
+    return Speculation(MtpDrafter(draft, call, controller.most_tokens), controller)
 
 
 def draft_cache_dtype(asked: str | None, device: torch.device) -> torch.dtype | None:
@@ -72,6 +88,16 @@ def block_controller(asked: int | str | None, most: int) -> Controller:
     return FixedBlock(block)
 
 
+def mtp_controller(asked: int | str | None) -> Controller:
+    """Of blocks that a head proposes, which has no length of its own."""
+    if isinstance(asked, str):
+        return PayingBlock(MTP_LENGTHS)
+    block = asked or MTP_LENGTHS[-1]
+    if block > MOST_MTP_TOKENS:
+        raise ValueError(f"draft_block_size must be at most {MOST_MTP_TOKENS} with speculative='mtp'; got {block}")
+    return FixedBlock(block)
+
+
 def speculation_obstacle(paths: Paths) -> str | None:
     """What else is on that nobody has built it for."""
     if paths.injection.gathered is not None:
@@ -92,3 +118,11 @@ def given_draft(draft_model: object) -> DFlashDraft:
     if isinstance(draft_model, (str, Path)):
         return load_draft(draft_model)
     raise ValueError(f"draft_model must be a folder or a DFlashDraft; got {type(draft_model).__name__}")
+
+
+def given_mtp(draft_model: object, call: ModelCall) -> MtpDraft:
+    if isinstance(draft_model, MtpDraft):
+        return draft_model
+    if isinstance(draft_model, (str, Path)):
+        return load_mtp(draft_model, text_config(call.model).to_dict())
+    raise ValueError(f"draft_model must be a folder, a file or an MtpDraft; got {type(draft_model).__name__}")

@@ -54,6 +54,7 @@ def prompt_logits(
         before=(start - padding).clamp(min=0),
         after=(end - padding).clamp(min=0),
         token_mask=real if padded else None,
+        ids=ids,
     )
     mask = None
     if masked and (padded or start > 0):

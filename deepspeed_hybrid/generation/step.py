@@ -46,6 +46,7 @@ def decode_step(
         parked=state.parked,
         write_positions=position,
         before=state.position,
+        ids=state.token[:, None],
     )
     mask = None
     if masked:

@@ -68,29 +68,29 @@ class DraftConfig:
             "vocab_size",
         )
         for name in sizes:
-            _require(name, getattr(self, name), _is_count(getattr(self, name)), "an integer of at least 1")
-        _require("block_size", self.block_size, _is_count(self.block_size, 2), "an integer of at least 2")
-        _require(
+            require(name, getattr(self, name), is_count(getattr(self, name)), "an integer of at least 1")
+        require("block_size", self.block_size, is_count(self.block_size, 2), "an integer of at least 2")
+        require(
             "num_attention_heads", self.num_heads, self.num_heads % self.num_kv_heads == 0, "a multiple of kv heads"
         )
-        _require("head_dim", self.head_dim, self.head_dim % 2 == 0, "even")
+        require("head_dim", self.head_dim, self.head_dim % 2 == 0, "even")
         ids = self.target_layer_ids
-        _require(
+        require(
             "target_layer_ids",
             ids,
-            len(ids) > 0 and len(set(ids)) == len(ids) and all(_is_count(index, 0) for index in ids),
+            len(ids) > 0 and len(set(ids)) == len(ids) and all(is_count(index, 0) for index in ids),
             "different layer numbers from 0",
         )
-        _require("mask_token_id", self.mask_token_id, _is_count(self.mask_token_id, 0), "a token id")
+        require("mask_token_id", self.mask_token_id, is_count(self.mask_token_id, 0), "a token id")
         for name, values, wanted in (
             ("layer_types", types, "full_attention or sliding_attention"),
             ("causal", self.causal, "True or False"),
         ):
             known = all(value in (FULL, SLIDING) for value in types) if name == "layer_types" else True
-            _require(name, values, len(values) == self.num_layers and known, f"one {wanted} for each layer")
+            require(name, values, len(values) == self.num_layers and known, f"one {wanted} for each layer")
         if SLIDING in types:
-            _require(
-                "sliding_window", self.sliding_window, _is_count(self.sliding_window), "an integer where layers slide"
+            require(
+                "sliding_window", self.sliding_window, is_count(self.sliding_window), "an integer where layers slide"
             )
 
     @classmethod
@@ -258,10 +258,10 @@ def _layer_types(raw: dict, nested: dict, layers: int) -> tuple[tuple[str, ...],
     return (FULL,) * layers, window
 
 
-def _is_count(value: object, least: int = 1) -> bool:
+def is_count(value: object, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _require(name: str, value: object, accepted: bool, what: str) -> None:
+def require(name: str, value: object, accepted: bool, what: str) -> None:
     if not accepted:
         raise ValueError(f"the draft's {name} must be {what}; got {value!r}")

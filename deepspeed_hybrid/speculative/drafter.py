@@ -61,8 +61,10 @@ class DFlashDrafter:
 
     def __init__(self, source: DFlashDraft, call: ModelCall, cache_dtype: torch.dtype | None = None):
         self.source, self.call, self._cache_dtype = source, call, cache_dtype
-        self.layer_ids = source.config.target_layer_ids
-        self.most_tokens = source.config.block_size
+        config = source.config
+        self.layer_ids = config.target_layer_ids
+        self.most_tokens = config.block_size
+        self.row = config.num_layers, config.num_kv_heads, config.head_dim
         self.cache: DraftCache | None = None
         self._serve()
 
@@ -98,13 +100,11 @@ class DFlashDrafter:
         weight = self.call.embedding.weight
         if (weight.dtype, weight.device) != (self.dtype, self.device):
             self._serve()
-        self.cache = DraftCache(self.source.config, cache.slots, cache.capacity, self.cache_dtype, self.device)
+        self.cache = DraftCache(self.row, cache.slots, cache.capacity, self.cache_dtype, self.device)
         cache.companions.append(self.cache)
 
     def cache_bytes(self, slots: int, capacity: int) -> int:
-        config = self.source.config
-        row = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.cache_dtype.itemsize
-        return (slots + 1) * capacity * row
+        return DraftCache.nbytes(self.row, slots, capacity, self.cache_dtype)
 
     def release(self) -> None:
         self.cache = None

@@ -141,17 +141,15 @@ def draft_loss(
     return DraftLoss((errors * weights).sum() / weights.sum().clamp(min=1e-6), shares)
 
 
-class DraftTrainer:
-    """AdamW over a draft model, a rollout at a time; usable between the policy's own steps.
-
-    What a rollout serves is a copy: its ``sync_weights()`` takes the trained weights over.
+class FeatureTrainer:
+    """AdamW over a draft model that reads the policy's features, a rollout at a time; what all kinds have in common.
 
     Args:
         model: the target, of which nothing is changed.
         draft: in fp32, on the target's device.
-        learning_rate: of AdamW; 6e-4 from scratch, far less to follow a policy.
+        layer_ids: of the target, whose features the draft reads.
+        learning_rate: of AdamW.
         anchors: blocks a row.
-        decay: None: 4 for blocks of up to 8 tokens, 7 for longer ones.
         clip: of the gradient's norm.
         seed: of the anchors.
     """
@@ -159,16 +157,15 @@ class DraftTrainer:
     def __init__(
         self,
         model: nn.Module,
-        draft: DFlashDraft,
-        learning_rate: float = 6e-4,
-        anchors: int = 64,
-        decay: float | None = None,
-        clip: float = 1.0,
-        seed: int = 0,
+        draft: nn.Module,
+        layer_ids: tuple[int, ...],
+        learning_rate: float,
+        anchors: int,
+        clip: float,
+        seed: int,
     ):
         self.model, self.draft = causal_model(model), draft.requires_grad_(True)
-        self.anchors, self.clip = anchors, clip
-        self.decay = decay or (4.0 if draft.config.block_size <= 8 else 7.0)
+        self.layer_ids, self.anchors, self.clip = layer_ids, anchors, clip
         self.optimizer = torch.optim.AdamW(draft.parameters(), lr=learning_rate, weight_decay=0.0)
         self._generator = torch.Generator().manual_seed(seed)
 
@@ -176,9 +173,7 @@ class DraftTrainer:
     def watching(self) -> Iterator[list[torch.Tensor]]:
         """Inside, the features of each of the target's forwards are appended to the list, detached: [R, S, C]."""
         seen: list[torch.Tensor] = []
-        capture = FeatureCapture(
-            self.draft.config.target_layer_ids, lambda features: seen.append(features.detach().clone())
-        )
+        capture = FeatureCapture(self.layer_ids, lambda features: seen.append(features.detach().clone()))
         with capture.on(text_model(self.model).layers):
             yield seen
 
@@ -203,14 +198,47 @@ class DraftTrainer:
         if not bool(found.any()):
             raise ValueError("rows must have answers of at least two tokens to train a draft on")
         features = self.features(rows) if features is None else features
-        head = self.model.get_output_embeddings()
-        embedding = text_model(self.model).embed_tokens.weight
         with torch.enable_grad():
-            outcome = draft_loss(
-                self.draft, features, rows, anchors, found, embedding, head.weight, head.bias, self.decay
-            )
+            outcome = self.loss(features, rows, anchors, found)
             self.optimizer.zero_grad(set_to_none=True)
             outcome.loss.backward()
         nn.utils.clip_grad_norm_(self.draft.parameters(), self.clip)
         self.optimizer.step()
         return DraftLoss(outcome.loss.detach(), outcome.right)
+
+    def loss(self, features: torch.Tensor, rows: Answered, anchors: torch.Tensor, found: torch.Tensor) -> DraftLoss:
+        """With the gradient; ``anchors`` and ``found`` are of :func:`draw_anchors`."""
+        raise NotImplementedError
+
+
+class DraftTrainer(FeatureTrainer):
+    """AdamW over a draft model, a rollout at a time; usable between the policy's own steps.
+
+    What a rollout serves is a copy: its ``sync_weights()`` takes the trained weights over.
+
+    Args:
+        model: the target, of which nothing is changed.
+        draft: in fp32, on the target's device.
+        learning_rate: of AdamW; 6e-4 from scratch, far less to follow a policy.
+        anchors: blocks a row.
+        decay: None: 4 for blocks of up to 8 tokens, 7 for longer ones.
+        clip: of the gradient's norm.
+        seed: of the anchors.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        draft: DFlashDraft,
+        learning_rate: float = 6e-4,
+        anchors: int = 64,
+        decay: float | None = None,
+        clip: float = 1.0,
+        seed: int = 0,
+    ):
+        super().__init__(model, draft, draft.config.target_layer_ids, learning_rate, anchors, clip, seed)
+        self.decay = decay or (4.0 if draft.config.block_size <= 8 else 7.0)
+
+    def loss(self, features: torch.Tensor, rows: Answered, anchors: torch.Tensor, found: torch.Tensor) -> DraftLoss:
+        head, embedding = self.model.get_output_embeddings(), text_model(self.model).embed_tokens.weight
+        return draft_loss(self.draft, features, rows, anchors, found, embedding, head.weight, head.bias, self.decay)

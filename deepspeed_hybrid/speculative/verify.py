@@ -44,6 +44,7 @@ def verify(
         write_positions=positions.view(-1, 1),
         before=state.position,
         block=block,
+        ids=ids.view(-1, 1),
     )
     with cache.planned(plan):
         logits = model.logits(ids.view(-1, 1), positions.view(-1, 1), None, cache)

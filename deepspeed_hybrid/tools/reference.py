@@ -21,6 +21,10 @@ MODULES = (
     GUIDE,
     "deepspeed_hybrid.speculative.config",
     "deepspeed_hybrid.speculative.draft",
+    "deepspeed_hybrid.speculative.mtp",
+    "deepspeed_hybrid.speculative.mtp_config",
+    "deepspeed_hybrid.speculative.mtp_train",
+    "deepspeed_hybrid.speculative.mtp_weights",
     "deepspeed_hybrid.speculative.rope",
     "deepspeed_hybrid.speculative.train",
 )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""Train a draft model for a model on disk, on its own answers or on a text, and save it as a checkpoint."""
+"""Train a draft model, or an MTP head, for a model on disk, on its own answers or on a text, and save it."""
 
 import random
 from collections.abc import Iterator
@@ -13,22 +13,30 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import cached_file
 
 from deepspeed_hybrid.compat import text_config
 from deepspeed_hybrid.generation.batch import RolloutRequest, SamplingConfig
 from deepspeed_hybrid.rollout import HybridEngineRollout
 from deepspeed_hybrid.speculative.config import DraftConfig
 from deepspeed_hybrid.speculative.draft import DFlashDraft
+from deepspeed_hybrid.speculative.mtp import MtpDraft
+from deepspeed_hybrid.speculative.mtp_config import MtpConfig
+from deepspeed_hybrid.speculative.mtp_train import MtpTrainer
+from deepspeed_hybrid.speculative.mtp_weights import has_mtp, load_mtp, save_mtp
 from deepspeed_hybrid.speculative.rope import RopeSettings
-from deepspeed_hybrid.speculative.train import Answered, DraftTrainer
+from deepspeed_hybrid.speculative.train import Answered, DraftTrainer, FeatureTrainer
 from deepspeed_hybrid.speculative.weights import save_draft
 from deepspeed_hybrid.tools.device import has_cuda
 from deepspeed_hybrid.tools.process import quiet
 
 WARM_UP, LAST_RATE = 40, 0.05  # steps up to the learning rate; the share of it that the last step has
+RATE, FOLLOWING_RATE = 6e-4, 1e-5  # from scratch, and of a head that the model brings
+BLOCK, MTP_BLOCK = 16, 4
 
 
 def train_draft(
+    kind: str,
     model: str,
     prompts: Path | None,
     text: Path | None,
@@ -38,16 +46,17 @@ def train_draft(
     tokens: int,
     reuse: int,
     layers: int,
-    block: int,
+    block: int | None,
     mask_token: int | None,
     anchors: int,
-    rate: float,
+    rate: float | None,
     temperature: float,
     seed: int,
 ) -> int:
     """Returns the exit code.
 
     Args:
+        kind: 'dflash', or 'mtp', which goes on from the head that the model brings where it has one.
         model: a folder or a name that transformers loads a causal model and its tokenizer from.
         prompts: a file with a prompt a line, to train on the model's own answers to them; or
         text: a file to train on as it is.
@@ -56,25 +65,34 @@ def train_draft(
         rows: of a step.
         tokens: of an answer, or of a row of text.
         reuse: steps on one batch of answers.
-        layers: of the draft model.
-        block: tokens of a block.
-        mask_token: id of the token that stands for a guess; None: the first that the tokenizer does not use.
+        layers: of a DFlash draft model.
+        block: tokens of a block; None: 16, and 4 for a head.
+        mask_token: id of the token that stands for DFlash's guesses; None: the first that the tokenizer does not use.
         anchors: blocks a row.
-        rate: AdamW's learning rate.
+        rate: AdamW's learning rate; None: 6e-4, and 1e-5 for a head that the model brings.
         temperature: of the answers.
         seed: of weights, the order of prompts, answers and anchors.
 
     Raises:
-        ValueError: a file with nothing to train on, or no token to spare.
+        ValueError: a file with nothing to train on, no token to spare, or ``out`` is the model's own folder.
     """
+    if out.exists() and Path(model).exists() and out.samefile(model):
+        raise ValueError(f"--out must be another folder than the model's, whose files it would overwrite; got {out}")
     quiet()
     device = get_accelerator().current_device_name()
     tokenizer = AutoTokenizer.from_pretrained(model)
     target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16 if has_cuda() else torch.float32)
     target = target.to(device).eval().requires_grad_(False)
     torch.manual_seed(seed)
-    draft = DFlashDraft(fresh_config(target, len(tokenizer), layers, block, mask_token)).to(device)
-    trainer = DraftTrainer(target, draft, rate, anchors, seed=seed)
+    trainer: FeatureTrainer
+    if kind == "mtp":
+        head, own_rate = mtp_head(target, model)
+        rate = own_rate if rate is None else rate
+        trainer = MtpTrainer(target, head.to(device), rate, MTP_BLOCK if block is None else block, anchors, seed=seed)
+    else:
+        rate = RATE if rate is None else rate
+        config = fresh_config(target, len(tokenizer), layers, BLOCK if block is None else block, mask_token)
+        trainer = DraftTrainer(target, DFlashDraft(config).to(device), rate, anchors, seed=seed)
     if prompts is not None:
         batches = answers(target, tokenizer, prompts, rows, tokens, temperature, seed)
     elif text is not None:
@@ -91,10 +109,20 @@ def train_draft(
         outcome = trainer.update(batch, features)
         progress.set_postfix(loss=f"{outcome.loss:.2f}")
     shares = " ".join(f"{share:.2f}" for share in outcome.right.tolist())
-    save_draft(draft, out, target.dtype)
+    (save_mtp if kind == "mtp" else save_draft)(trainer.draft, out, target.dtype)
     print(f"loss {outcome.loss:.2f}; right by place in a block, on what it was trained on last: {shares}")
-    print(f"wrote {out}; use it as HybridEngineRolloutConfig(speculative='dflash', draft_model={str(out)!r})")
+    print(f"wrote {out}; use it as HybridEngineRolloutConfig(speculative={kind!r}, draft_model={str(out)!r})")
     return 0
+
+
+def mtp_head(target: nn.Module, model: str) -> tuple[MtpDraft, float]:
+    """The head that the model's checkpoint has, or a new one, in fp32; and the rate that suits it."""
+    folder = Path(cached_file(model, "config.json")).parent
+    if has_mtp(folder):
+        print("training goes on from the model's own MTP head")
+        return load_mtp(folder).float(), FOLLOWING_RATE
+    print("the model has no MTP head: training starts from random weights")
+    return MtpDraft(MtpConfig.from_json(text_config(target).to_dict(), "the model")), RATE
 
 
 def fresh_config(target: nn.Module, used: int, layers: int, block: int, mask_token: int | None) -> DraftConfig:

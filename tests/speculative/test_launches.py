@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_hybrid import RolloutRequest, SamplingConfig, paths
 from deepspeed_hybrid.ops import fused_linear
+from deepspeed_hybrid.ops.shared_sum import SharedSum
 from deepspeed_hybrid.segments.decoder_layer import DecodeOps
 from deepspeed_hybrid.speculative import speculation
 
@@ -51,7 +52,8 @@ def ops(monkeypatch):
     """The ops themselves, which a CPU otherwise has as references: a dispatcher sees into these."""
     chain = fused_linear.normed_rows, fused_linear.normed_linear, fused_linear.residual_linear
     mixers = paths.gdn_decode, paths.gdn_block, paths.gdn_commit, paths.attention_decode, paths.attention_block
-    both = DecodeOps(*chain, *mixers, paths.embedded_rows, paths.rotary_tables)
+    shared = SharedSum(fused_linear.normed_linear, fused_linear.normed_rows)
+    both = DecodeOps(*chain, shared, *mixers, paths.embedded_rows, paths.rotary_tables)
     monkeypatch.setattr(paths, "_reference_ops", lambda batch_invariant: both)
     monkeypatch.setattr(paths, "OPS", {name: (op, op) for name, (op, _) in paths.OPS.items()})
 

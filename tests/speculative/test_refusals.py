@@ -28,14 +28,23 @@ def target():
     ("options", "named"),
     [
         (dict(speculative="eagle", draft_model="x"), "speculative must be None or one of .*'dflash'.*got 'eagle'"),
-        (dict(speculative="mtp", draft_model="x"), "speculative must be None or one of .*got 'mtp'"),
+        (dict(speculative="MTP", draft_model="x"), "speculative must be None or one of .*'mtp'.*got 'MTP'"),
         (dict(speculative="dflash"), "draft_model must be set"),
+        (dict(speculative="mtp"), "draft_model must be set"),
         (dict(draft_model="x"), "draft_model must be None where speculative is None; got 'x'"),
         (dict(draft_block_size=4), "draft_block_size must be None where speculative is None"),
         (dict(speculative="dflash", draft_model="x", draft_block_size=1), "draft_block_size must be None, an integer"),
         (dict(speculative="dflash", draft_model="x", draft_block_size=True), "draft_block_size"),
         (dict(draft_side_stream=True), "draft_side_stream must be False where speculative is None"),
         (dict(draft_kv_cache_dtype="fp8_e4m3"), "draft_kv_cache_dtype must be None where speculative is None"),
+        (
+            dict(speculative="mtp", draft_model="x", draft_side_stream=True),
+            "draft_side_stream must be False with speculative='mtp'; got True",
+        ),
+        (
+            dict(speculative="mtp", draft_model="x", draft_kv_cache_dtype="fp8_e4m3"),
+            "draft_kv_cache_dtype must be None with speculative='mtp'; got 'fp8_e4m3'",
+        ),
         (dict(speculative="dflash", draft_model="x", draft_kv_cache_dtype="int4"), "draft_kv_cache_dtype.*got 'int4'"),
     ],
 )

@@ -4,6 +4,7 @@
 """train-draft: from a saved model and a file to a checkpoint that a rollout takes, in the published format."""
 
 import json
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from speculative_cases import draft_config, figures, tiny_draft
 
 from deepspeed_hybrid.cli import main
 from deepspeed_hybrid.speculative.config import FULL, SLIDING, DraftConfig
+from deepspeed_hybrid.speculative.mtp_weights import load_mtp
 from deepspeed_hybrid.speculative.rope import RopeSettings
 from deepspeed_hybrid.speculative.weights import load_draft, save_draft
 from deepspeed_hybrid.tools import train_draft
@@ -72,6 +74,31 @@ def test_it_learns_a_text(saved, tmp_path, capsys):
     assert main(["train-draft", "--model", str(saved), "--text", str(file), "--out", str(out), *sizes]) == 0
     shares = capsys.readouterr().out.split("last: ")[1].split("\n")[0].split()
     assert min(map(float, shares)) > 0.9
+
+
+def test_an_mtp_head_from_nothing_and_on_from_there(saved, tmp_path, capsys):
+    """What was made for a model lies beside its own weights afterwards, as it does in published checkpoints."""
+    file, model, out, again = (tmp_path / name for name in ("text.txt", "model", "head", "again"))
+    file.write_text(" ".join(str(7 * (index % 12)) for index in range(120)))
+    shutil.copytree(saved, model)
+    options = ["--kind", "mtp", "--model", str(model), "--text", str(file), "--tokens", "24", "--rows", "3"]
+    assert main(["train-draft", *options, "--out", str(out), "--steps", "12", "--rate", "3e-3"]) == 0
+    said = capsys.readouterr().out
+    assert "starts from random weights" in said and f"speculative='mtp', draft_model={str(out)!r}" in said
+    shutil.copy(out / "model.safetensors", model / "mtp.safetensors")
+    assert main(["train-draft", *options, "--out", str(again), "--steps", "1"]) == 0
+    assert "goes on from the model's own MTP head" in capsys.readouterr().out
+    first, second = load_mtp(out), load_mtp(again)
+    change = (first.fc.weight - second.fc.weight).abs().max()
+    assert 0 < change < 2e-5  # one step at the rate of a head that is there
+    target, prompts = tiny_model(), ragged_prompts([5, 2])
+    rollout = rollout_of(target, speculative="mtp", draft_model=str(model), enable_profiling=True)
+    assert torch.equal(greedy(rollout, prompts, 8).input_ids, greedy(rollout_of(target), prompts, 8).input_ids)
+
+    assert main(["train-draft", *options, "--out", str(model), "--steps", "1"]) == 1
+    assert "--out must be another folder than the model's" in capsys.readouterr().out
+    assert main(["train-draft", *options, "--out", str(out), "--steps", "1", "--block", "1"]) == 1
+    assert "tokens of a block must be at least 2; got 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

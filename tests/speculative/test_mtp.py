@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""An MTP head over slots is transformers' layer over whole sequences, in every pass of every step of a call."""
+
+import pytest
+import torch
+from harness import LateFlags, rollout_of
+from models import ragged_prompts
+from mtp_cases import Oracle, assert_as_by_the_oracle, mtp_rollout, taught_mtp, tiny_mtp, tiny_target, watch_proposals
+from speculative_cases import Schedule, figures
+
+from deepspeed_hybrid import RolloutRequest, SamplingConfig
+from deepspeed_hybrid.generation import loop, prefill, tail
+
+LENGTHS, NEW_TOKENS = [5, 1, 17, 2], 12
+CASES = {  # who proposes, tokens of a prefill forward, and of each block in turn
+    "blocks": ("taught", 8192, (4,), dict(temperature=0.0)),
+    "long blocks": ("taught", 4, (7, 2), dict(temperature=0.0)),
+    "beyond limits": ("random", 8192, (4,), dict(temperature=0.0)),
+    "plain steps between": ("random", 8192, (1, 4, 2, 1, 1, 3), dict(temperature=1.0)),
+    "samples": ("random", 4, (3, 1), dict(temperature=1.0, n_samples_per_prompt=2)),
+    "refills": ("taught", 4, (4, 1, 2), dict(temperature=0.0, n_samples_per_prompt=2, continuous_batch_size=3)),
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def taught(target):
+    return taught_mtp(target, ragged_prompts(LENGTHS), NEW_TOKENS)
+
+
+@pytest.mark.parametrize(("proposes", "budget", "blocks", "case"), CASES.values(), ids=CASES)
+def test_every_pass_is_the_oracles(target, taught, proposes, budget, blocks, case, monkeypatch):
+    """So that the context is that of the committed tokens, whatever was proposed, rejected, or moved before."""
+    monkeypatch.setattr(prefill.prefill, "__defaults__", (budget, None, False))
+    monkeypatch.setattr(tail, "WORTHWHILE_STEPS", 1)
+    monkeypatch.setattr(loop, "StopFlags", LateFlags)
+    draft = taught if proposes == "taught" else tiny_mtp(target)
+    prompts, sampling = ragged_prompts(LENGTHS, width=19), SamplingConfig(NEW_TOKENS, seed=3, **case)
+    rollout = mtp_rollout(target, draft, Schedule(*blocks), draft_block_size=max(blocks), poll_every=2)
+    seen = watch_proposals(rollout)
+    batch = rollout.generate(RolloutRequest(*prompts), sampling)
+    plain = rollout_of(target).generate(RolloutRequest(*prompts), sampling)
+    assert torch.equal(batch.input_ids, plain.input_ids)
+    samples = case.get("n_samples_per_prompt", 1)
+    assert assert_as_by_the_oracle(seen, Oracle(target, draft), prompts, batch, samples) >= 8
+    if proposes == "taught":
+        assert figures(rollout)["tokens_per_step"] > 1.5
