@@ -314,7 +314,8 @@ def prompt_ops(device: torch.device, backend: str, off: dict[str, str]) -> Promp
         return MODELS_OWN
     attention = rotary_tables, prompt_heads, gated_heads, keep_tokens
     products = fused_linear.normed_linear, fused_linear.residual_linear
-    return PromptOps(gdn_conv, gdn_chunks, fused_linear.normed_rows, gated_norm, *attention, *products)
+    shared = SharedSum(products[0], fused_linear.normed_rows)  # inboxes would be as large as prompts
+    return PromptOps(gdn_conv, gdn_chunks, fused_linear.normed_rows, gated_norm, *attention, *products, shared)
 
 
 def _triton_off(backend: str) -> str | None:

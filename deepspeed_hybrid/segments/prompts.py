@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from deepspeed_hybrid.compat import text_model
+from deepspeed_hybrid.ops.shared_sum import SharedSum
 from deepspeed_hybrid.segments.apply import Binding
 from deepspeed_hybrid.segments.norm import Norm, as_rms_norm, rms_norm
 
@@ -29,6 +30,7 @@ class PromptOps:
     keep_tokens: Callable | None = None
     normed_linear: Callable | None = None
     residual_linear: Callable | None = None
+    shared_sum: SharedSum | None = None
 
 
 MODELS_OWN = PromptOps()

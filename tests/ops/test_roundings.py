@@ -164,6 +164,12 @@ def added() -> dict:
     return one | {"weight": torch.eye(96, dtype=HALF)}
 
 
+def conv_arguments(head_dim: int | None) -> dict:
+    """With ``head_dim`` queries and keys are normalised behind the activation, which is rounded first."""
+    given = gdn_conv_cases.arguments_of(gdn_conv_cases.Widths(32, 64), 2, 9, dtype=HALF, weights=HALF)
+    return given | gdn_conv_cases.slots_of(**given) | {"head_dim": head_dim}
+
+
 KERNELS: dict[str, tuple[Callable, Callable, Callable[[], dict]]] = {
     "gdn_decode": (gdn_decode_reference, lambda **given: launch_of("gdn_decode")(**given), mixer),
     "gdn_decode of rounded heads": (
@@ -174,7 +180,12 @@ KERNELS: dict[str, tuple[Callable, Callable, Callable[[], dict]]] = {
     "gdn_conv": (
         gdn_conv_reference,
         lambda **given: launch_of("gdn_conv")(**given),
-        lambda: gdn_conv_cases.arguments_of(gdn_conv_cases.Widths(32, 64), 2, 9, dtype=HALF, weights=HALF),
+        lambda: conv_arguments(head_dim=None),
+    ),
+    "gdn_conv of heads": (
+        gdn_conv_reference,
+        lambda **given: launch_of("gdn_conv")(**given),
+        lambda: conv_arguments(head_dim=16),
     ),
     "gated_norm": (
         gated_norm_reference,
