@@ -63,5 +63,5 @@ def runs_as_chain(mixer: nn.Module, hidden_states: torch.Tensor) -> bool:
 
 def prompt_chain(ops: PromptOps, *rest) -> Callable | None:
     """:func:`prompt_layer` over all but its last arguments, or None where an op is missing."""
-    used = ops.residual_linear, ops.normed_linear, ops.normed_rows
+    used = ops.residual_linear, ops.normed_linear, ops.normed_rows, ops.shared_sum
     return None if None in used else partial(prompt_layer, ops, *rest)

@@ -4,12 +4,14 @@
 """Rollouts on a model whose layers two ranks share: the answers of the whole model, on both ranks."""
 
 import copy
+from dataclasses import replace
 
 import deepspeed
 import pytest
 import torch
 from harness import assert_same_answers, prompt
 from models import Tokenizer, engine_of, ragged_prompts, solo
+from prompt_ops import reference_ops
 from tensor_parallel_cases import (
     FAMILIES,
     PROMPTS,
@@ -26,7 +28,9 @@ from tensor_parallel_cases import (
 )
 
 from deepspeed_hybrid import HybridEngineRollout, RolloutRequest, SamplingConfig
+from deepspeed_hybrid.compat import text_model
 from deepspeed_hybrid.generation.capacity import SlotBytes, cache_bytes
+from deepspeed_hybrid.ops.few_rows import ROWS as FEW_ROWS
 
 pytestmark = pytest.mark.xdist_group("two_ranks")
 HERE = "parallel.test_tensor_parallel"
@@ -94,6 +98,32 @@ def test_answers_are_those_of_the_whole_model(ranks, name):
     vocabulary shards. Sizes of which a half is no whole number are among these."""
     defaults = dict(tied=False, use_segki=True, new_tokens=NEW_TOKENS, samplings=list(SAMPLINGS), sizes={}, options={})
     call(ranks, same_as_whole, **{**defaults, **SHARED_MODELS[name]})
+
+
+def prompts_as_chains(family: str) -> list:
+    """Asserts that prompts go through the ops that a GPU has for them, a sum over ranks behind each half of a layer,
+    and that answers are those of the whole model."""
+    whole = FAMILIES[family]()
+    engine = engine_over(copy.deepcopy(whole).train())
+    rollout, alone = rollout_over(engine), rollout_over(engine_of(whole))
+    ops, rows = reference_ops(), []
+    rollout._injection.prompt = replace(
+        ops, shared_sum=lambda x, *rest: (rows.append(len(x)), ops.shared_sum(x, *rest))[1]
+    )
+    rollout._injection.replan()
+    rollout._injection.follow()
+    for asked in (dict(temperature=0.0), dict(temperature=1.0, n_samples_per_prompt=2)):
+        batch, expected = answer(rollout, NEW_TOKENS, **asked), answer(alone, NEW_TOKENS, **asked)
+        assert torch.equal(batch.input_ids, expected.input_ids), first_difference(batch, expected)
+        assert (batch.logprobs - expected.logprobs).abs().max() < 5e-3
+    layers = len(text_model(whole).layers)
+    assert rows and len(rows) % (2 * layers) == 0 and min(rows) > FEW_ROWS[-1]
+    return rows
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_run_as_chains_of_shared_layers(ranks, family):
+    call(ranks, prompts_as_chains, family=family)
 
 
 def rows_as_they_end(family: str) -> list:

@@ -7,6 +7,7 @@ nothing left behind. On a CPU a rollout runs the model's own code instead."""
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from functools import partial
 
 import harness
@@ -26,6 +27,7 @@ from harness import (
     stepwise_logits,
 )
 from models import FAMILIES, Tokenizer, ragged_prompts, solo, tiny_model
+from prompt_ops import reference_ops
 from tolerances import assert_close
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -35,19 +37,17 @@ from deepspeed_hybrid import HybridEngineRollout, paths
 from deepspeed_hybrid.compat import text_model
 from deepspeed_hybrid.ops.fused_linear import (
     normed_linear,
-    normed_linear_reference,
     normed_rows,
     normed_rows_reference,
     residual_linear,
-    residual_linear_reference,
 )
 from deepspeed_hybrid.ops.gated_heads import gated_heads, gated_heads_reference
-from deepspeed_hybrid.ops.gated_norm import gated_norm, gated_norm_reference
+from deepspeed_hybrid.ops.gated_norm import gated_norm
 from deepspeed_hybrid.ops.gdn_chunks import gdn_chunks, gdn_chunks_reference
 from deepspeed_hybrid.ops.gdn_conv import gdn_conv, gdn_conv_reference
-from deepspeed_hybrid.ops.keep_tokens import keep_tokens, keep_tokens_reference
+from deepspeed_hybrid.ops.keep_tokens import keep_tokens
 from deepspeed_hybrid.ops.prompt_heads import prompt_heads, prompt_heads_reference
-from deepspeed_hybrid.ops.rotary_tables import rotary_tables, rotary_tables_reference
+from deepspeed_hybrid.ops.rotary_tables import rotary_tables
 from deepspeed_hybrid.segments.apply import bound
 from deepspeed_hybrid.segments.injection import Injection
 from deepspeed_hybrid.segments.prompts import PromptOps, norm_binding
@@ -61,22 +61,13 @@ def with_ops(rollout: HybridEngineRollout) -> list[Counter]:
     """Have a rollout run the ops from now on; for every forward, how often it ran each, decode chains apart."""
     model, injection, forwards = rollout._paths.call.model, rollout._injection, []
 
-    def counted(name: str, op, *args):
+    def counted(name: str, op, *args, **kwargs):
         forwards[-1][name] += 1
-        return op(*args)
+        return op(*args, **kwargs)
 
-    injection.prompt = PromptOps(
-        partial(counted, "gdn_conv", gdn_conv_reference),
-        partial(counted, "gdn_chunks", gdn_chunks_reference),
-        partial(counted, "normed_rows", normed_rows_reference),
-        partial(counted, "gated_norm", gated_norm_reference),
-        partial(counted, "rotary_tables", rotary_tables_reference),
-        partial(counted, "prompt_heads", prompt_heads_reference),
-        partial(counted, "gated_heads", gated_heads_reference),
-        partial(counted, "keep_tokens", keep_tokens_reference),
-        partial(counted, "normed_linear", normed_linear_reference),
-        partial(counted, "residual_linear", residual_linear_reference),
-    )
+    ops = reference_ops()
+    names = [field.name for field in fields(ops) if field.name != "shared_sum"]
+    injection.prompt = replace(ops, **{name: partial(counted, name, getattr(ops, name)) for name in names})
     injection.replan()
     injection.follow()
     model.register_forward_pre_hook(lambda *_: forwards.append(Counter()))
@@ -166,7 +157,8 @@ def test_a_gpu_runs_tritons_or_says_why(backend, monkeypatch):
         attention = rotary_tables, prompt_heads, gated_heads, keep_tokens
         products = normed_linear, residual_linear
         expected = PromptOps(gdn_conv, gdn_chunks, normed_rows, gated_norm, *attention, *products)
-        assert ops == expected and off == {}
+        assert replace(ops, shared_sum=None) == expected and off == {}
+        assert (ops.shared_sum.product, ops.shared_sum.norm) == (normed_linear, normed_rows)
     else:
         assert ops == PromptOps() and off == {"prompt ops": f"segki_backend is {backend!r}"}
     monkeypatch.setattr(paths, "triton_obstacle", lambda: "Triton is not installed")
