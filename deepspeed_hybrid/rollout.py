@@ -340,8 +340,8 @@ class HybridEngineRollout(RolloutEngine):
 
         ``kv_keys``, ``kv_values``, ``gdn_conv`` and ``gdn_state`` are the cache, ``decode_state`` the rows' state and
         answers, ``prompt_buffers`` and ``prompt_logits`` the ends of captured prompt forwards, ``graph_pool`` whatever
-        else the private pools of captured graphs have reserved (0 without graphs), ``masks`` a mask that is kept, and
-        ``packed_weights`` copies of weights; with a draft model also ``draft_keys``, ``draft_values`` and
+        else the private pools of captured graphs have reserved (0 without graphs), ``inboxes`` (on CUDA) what ranks that
+        share the model write sums into, ``masks`` a mask that is kept, ``packed_weights`` copies of weights; with a draft model also ``draft_keys``, ``draft_values`` and
         ``draft_weights``, those of the copy that serves, and an MTP head's ``draft_hidden``; not the model's weights.
         """
         mask = self._paths.call.kept_mask

@@ -273,12 +273,15 @@ class Arena:
         return 0 if self.prompts is None else self.prompts.captures
 
     def graph_bytes(self) -> dict[str, int]:
-        """Bytes of captured prompt forwards and of the graphs' pools. Asks the allocator, which takes a while."""
+        """Bytes of captured prompt forwards, of the graphs' pools, and of what other ranks write sums into. Asks the
+        allocator, which takes a while."""
         kinds = {"prompt_buffers": 0, "prompt_logits": 0, "graph_pool": 0}
         runners = [self.graphs]
         if self.prompts is not None:
             kinds.update(prompt_buffers=self.prompts.buffer_bytes, prompt_logits=self.prompts.logits_bytes)
             runners.append(self.prompts.runner)
+        if self.sums is not None and self.sums.direct:
+            kinds["inboxes"] = self.sums.nbytes
         pools = sum(runner.pool_bytes for runner in runners if runner is not None)
         return {**kinds, "graph_pool": max(0, pools - kinds["prompt_logits"])}
 

@@ -72,6 +72,11 @@ class SharedSum:
         """Of the sums that have inboxes."""
         return [(rows, columns, str(dtype)) for _, rows, columns, dtype in self._inboxes]
 
+    @property
+    def nbytes(self) -> int:
+        """Of this rank's inboxes."""
+        return sum(inbox.own.nbytes for inbox, _ in self._inboxes.values())
+
     def release(self) -> None:
         """Give the inboxes back. Captured steps write to them: drop those first, and on every rank."""
         self._inboxes.clear()
