@@ -339,8 +339,8 @@ class HybridEngineRollout(RolloutEngine):
         """Bytes that generation holds between calls, by kind, each counted once, and ``state_dtype``.
 
         ``kv_keys``, ``kv_values``, ``gdn_conv`` and ``gdn_state`` are the cache, ``decode_state`` the rows' state and
-        answers, ``prompt_buffers`` and ``prompt_logits`` the ends of captured prompt forwards, ``graph_pool`` what else
-        the pools of captured graphs have reserved (0 without), ``inboxes`` (on CUDA) what ranks write sums into,
+        answers, ``prompt_buffers`` and ``prompt_logits`` the ends of captured prompt forwards, ``graph_pool`` what
+        else the pools of captured graphs have reserved, ``inboxes`` (on CUDA) what ranks write sums into,
         ``masks`` a mask that is kept, ``packed_weights`` copies of weights; with a draft model also ``draft_keys``,
         ``draft_values``, ``draft_weights`` of the copy that serves, and an MTP head's ``draft_hidden``.
         """
