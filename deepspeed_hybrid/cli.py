@@ -4,10 +4,20 @@
 """The command line: arguments in, an exit code out. What the commands do is in tools/."""
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from deepspeed_hybrid.config import BACKENDS, SPECULATIVE
+from deepspeed_hybrid.tools.arguments import (
+    duration,
+    new_file,
+    new_folder,
+    positive,
+    positives,
+    shapes,
+    some_of,
+    temperature,
+)
 from deepspeed_hybrid.tools.bench import SAMPLING_CHOICES, SEGKI_CHOICES, bench_decode
 from deepspeed_hybrid.tools.bench_prefill import bench_prefill
 from deepspeed_hybrid.tools.bench_rollouts import PARTS, SCHEDULES, bench_rollouts
@@ -51,9 +61,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_demo(commands) -> None:
     command = _command(commands, "demo", _demo, "train a tiny Qwen3.5 by GRPO on a task with a checkable answer")
-    command.add_argument("--steps", type=_positive, default=None, help="optimizer steps (default: enough to learn)")
+    command.add_argument("--steps", type=positive, default=None, help="optimizer steps (default: enough to learn)")
     command.add_argument(
-        "--out", type=Path, default=Path("deepspeed-hybrid-demo"), help="folder (default: %(default)s)"
+        "--out", type=new_folder, default=Path("deepspeed-hybrid-demo"), help="folder (default: %(default)s)"
     )
     command.add_argument("--seed", type=int, default=0, help="of weights, prompts and sampling (default: %(default)s)")
     command.add_argument("--model-size", choices=DEMO_SIZES, default="tiny", help="default: %(default)s")
@@ -61,7 +71,7 @@ def _add_demo(commands) -> None:
         "--zero-stage", type=int, choices=range(4), default=1, help="of the engine (default: %(default)s)"
     )
     command.add_argument(
-        "--tensor-parallel", type=_positive, default=1, metavar="N", help="processes that share a model (default: 1)"
+        "--tensor-parallel", type=positive, default=1, metavar="N", help="processes that share a model (default: 1)"
     )
     command.add_argument(
         "--speculative",
@@ -90,26 +100,29 @@ def _add_fidelity(commands) -> None:
         metavar="PATH|PRESET",
         help=f"one of {', '.join(PRESETS)} or a config.json (random weights), or a checkpoint (default: %(default)s)",
     )
-    command.add_argument("--layers", type=_positive, metavar="N", help="only the first N layers")
+    command.add_argument("--layers", type=positive, metavar="N", help="only the first N layers")
     command.add_argument(
         "--train-seconds",
-        type=_duration,
+        type=duration,
         default=0.0,
         metavar="S",
         help="first learn the sources of Python's standard library for so long (default: 0)",
     )
     for name, default, what in (("rows", 32, "rows"), ("prompt", 64, "tokens a prompt"), ("new", 128, "tokens a row")):
-        command.add_argument(f"--{name}", type=_positive, default=default, help=f"{what} (default: %(default)s)")
-    command.add_argument("--temperature", type=_temperature, default=1.0, help="of sampling (default: %(default)s)")
+        command.add_argument(f"--{name}", type=positive, default=default, help=f"{what} (default: %(default)s)")
+    command.add_argument("--temperature", type=temperature, default=1.0, help="of sampling (default: %(default)s)")
     command.add_argument("--dtype", choices=DTYPES, help="of the weights (default: bf16 on a GPU, else fp32)")
     command.add_argument("--segki", choices=SEGKI_CHOICES, default="on", help="segment kernels (default: %(default)s)")
     command.add_argument("--seed", type=int, default=0, help="of weights and sampling (default: %(default)s)")
     command.add_argument(
-        "--external", type=Path, metavar="FILE.json", help="what another engine answered, in the form of rows.json"
+        "--external",
+        type=Path,
+        metavar="FILE.json",
+        help="what another engine answered, in the form of rows.json",
     )
-    command.add_argument("--save", type=Path, metavar="FOLDER", help="the model as a checkpoint, and rows.json")
-    command.add_argument("--out", type=Path, metavar="FILE.json", help="write the rows there")
-    command.add_argument("--plot", type=Path, metavar="FILE.png", help="draw histograms of log importance ratios")
+    command.add_argument("--save", type=new_folder, metavar="FOLDER", help="the model as a checkpoint, and rows.json")
+    command.add_argument("--out", type=new_file, metavar="FILE.json", help="write the rows there")
+    command.add_argument("--plot", type=new_file, metavar="FILE.png", help="draw histograms of log importance ratios")
 
 
 def _add_bench(commands) -> None:
@@ -117,12 +130,10 @@ def _add_bench(commands) -> None:
     kinds = command.add_subparsers(title="what to measure", required=True, metavar="{decode,prefill,rollouts}")
     decode = _command(kinds, "decode", _bench_decode, "end-to-end generate(): tokens/s and ms a step")
     _add_model_config(decode)
-    decode.add_argument(
-        "--batch", type=_positives, default=[1, 8, 64], metavar="1,8,64", help="rows (default: 1,8,64)"
-    )
-    decode.add_argument("--prompt", type=_positive, default=128, help="tokens a prompt (default: %(default)s)")
-    decode.add_argument("--new", type=_positive, default=512, help="new tokens a row (default: %(default)s)")
-    decode.add_argument("--runs", type=_positive, default=3, help="timed calls a batch size (default: %(default)s)")
+    decode.add_argument("--batch", type=positives, default=[1, 8, 64], metavar="1,8,64", help="rows (default: 1,8,64)")
+    decode.add_argument("--prompt", type=positive, default=128, help="tokens a prompt (default: %(default)s)")
+    decode.add_argument("--new", type=positive, default=512, help="new tokens a row (default: %(default)s)")
+    decode.add_argument("--runs", type=positive, default=3, help="timed calls a batch size (default: %(default)s)")
     decode.add_argument("--seed", type=int, default=0, help="of weights and prompts (default: %(default)s)")
     decode.add_argument(
         "--segki",
@@ -137,21 +148,21 @@ def _add_bench(commands) -> None:
         help="sampled: temperature 1; truncated: also top_k 20 and top_p 0.95 (default: greedy)",
     )
     decode.add_argument("--kernels", action="store_true", help="also the kernels of a step by kind (on a GPU)")
-    decode.add_argument("--out", type=Path, metavar="FILE.json", help="write the rows there")
-    decode.add_argument("--plot", type=Path, metavar="FILE.png", help="draw tokens/s over the batch size")
+    decode.add_argument("--out", type=new_file, metavar="FILE.json", help="write the rows there")
+    decode.add_argument("--plot", type=new_file, metavar="FILE.png", help="draw tokens/s over the batch size")
 
     prefill = _command(kinds, "prefill", _bench_prefill, "generate() of one token: ms to the first token")
     _add_model_config(prefill)
     prefill.add_argument(
         "--shapes",
-        type=_shapes,
+        type=shapes,
         default=[(1, 128), (64, 512), (1, 2048)],
         metavar="1x128,64x512",
         help="prompts x tokens (default: 1x128,64x512,1x2048)",
     )
-    prefill.add_argument("--runs", type=_positive, default=5, help="timed calls a shape (default: %(default)s)")
+    prefill.add_argument("--runs", type=positive, default=5, help="timed calls a shape (default: %(default)s)")
     prefill.add_argument("--seed", type=int, default=0, help="of weights and prompts (default: %(default)s)")
-    prefill.add_argument("--out", type=Path, metavar="FILE.json", help="write the rows there")
+    prefill.add_argument("--out", type=new_file, metavar="FILE.json", help="write the rows there")
 
     _add_rollouts(kinds)
 
@@ -161,7 +172,7 @@ def _add_rollouts(kinds) -> None:
     _add_model_config(command)
     command.add_argument(
         "--parts",
-        type=_some_of(PARTS),
+        type=some_of(PARTS),
         default=list(PARTS),
         metavar=",".join(PARTS),
         help="schedules: the rows on each schedule; shared: n samples share a prefill; chunks: peak memory of long "
@@ -169,7 +180,7 @@ def _add_rollouts(kinds) -> None:
     )
     command.add_argument(
         "--schedules",
-        type=_some_of(SCHEDULES),
+        type=some_of(SCHEDULES),
         default=["continuous", "fixed"],
         metavar="continuous,fixed",
         help="; ".join(f"{name}: {what}" for name, what in SCHEDULES.items()) + " (default: continuous,fixed)",
@@ -183,13 +194,13 @@ def _add_rollouts(kinds) -> None:
         ("slots", 128, "rows at a time, a multiple of the samples"),
         ("runs", 1, "timed calls a measurement"),
     ):
-        command.add_argument(f"--{name}", type=_positive, default=default, help=f"{what} (default: %(default)s)")
+        command.add_argument(f"--{name}", type=positive, default=default, help=f"{what} (default: %(default)s)")
     command.add_argument(
-        "--shared", type=_shapes, default=[(1, 2048)], metavar="1x2048", help="prompts x tokens (default: 1x2048)"
+        "--shared", type=shapes, default=[(1, 2048)], metavar="1x2048", help="prompts x tokens (default: 1x2048)"
     )
     command.add_argument(
         "--chunks",
-        type=_positives,
+        type=positives,
         default=[8192, 16384, 32768],
         metavar="8192,16384,32768",
         help="tokens of a prompt (default: 8192,16384,32768)",
@@ -198,7 +209,7 @@ def _add_rollouts(kinds) -> None:
         "--sampling", choices=SAMPLING_CHOICES, default="sampled", help="of the schedules (default: sampled)"
     )
     command.add_argument("--seed", type=int, default=0, help="of weights, prompts and lengths (default: %(default)s)")
-    command.add_argument("--out", type=Path, metavar="FILE.json", help="write the rows there")
+    command.add_argument("--out", type=new_file, metavar="FILE.json", help="write the rows there")
 
 
 def _add_train_draft(commands) -> None:
@@ -212,7 +223,7 @@ def _add_train_draft(commands) -> None:
     data = command.add_mutually_exclusive_group(required=True)
     data.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt a line: train on the model's answers")
     data.add_argument("--text", type=Path, metavar="FILE", help="train on this text as it is")
-    command.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="of the draft checkpoint")
+    command.add_argument("--out", type=new_folder, required=True, metavar="FOLDER", help="of the draft checkpoint")
     for name, default, what in (
         ("steps", 1000, "optimizer steps"),
         ("rows", 8, "rows a step"),
@@ -221,8 +232,8 @@ def _add_train_draft(commands) -> None:
         ("layers", 5, "layers of a DFlash draft model"),
         ("anchors", 64, "blocks a row"),
     ):
-        command.add_argument(f"--{name}", type=_positive, default=default, help=f"{what} (default: %(default)s)")
-    command.add_argument("--block", type=_positive, help="tokens of a block (default: 16, and 4 with --kind mtp)")
+        command.add_argument(f"--{name}", type=positive, default=default, help=f"{what} (default: %(default)s)")
+    command.add_argument("--block", type=positive, help="tokens of a block (default: 16, and 4 with --kind mtp)")
     command.add_argument(
         "--mask-token", type=int, metavar="ID", help="that stands for a guess (default: the first that is not used)"
     )
@@ -246,48 +257,6 @@ def _command(commands, name: str, run, summary: str) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
     command.set_defaults(run=run)
     return command
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1; got {value}")
-    return value
-
-
-def _duration(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be seconds, 0 or more; got {text}")
-    return value
-
-
-def _temperature(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be above 0; got {text}")
-    return value
-
-
-def _positives(text: str) -> list[int]:
-    return [_positive(part) for part in text.split(",")]
-
-
-def _some_of(names: Iterable[str]) -> Callable[[str], list[str]]:
-    def chosen(text: str) -> list[str]:
-        parts = text.split(",")
-        if not set(parts) <= set(names):
-            raise argparse.ArgumentTypeError(f"must be some of {','.join(names)}; got {text!r}")
-        return parts
-
-    return chosen
-
-
-def _shapes(text: str) -> list[tuple[int, int]]:
-    pairs = [part.split("x") for part in text.split(",")]
-    if any(len(pair) != 2 for pair in pairs):
-        raise argparse.ArgumentTypeError(f"must be like 1x128,64x512; got {text!r}")
-    return [(_positive(rows), _positive(tokens)) for rows, tokens in pairs]
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@
 """From a request to rows: everything is checked here, before any state changes."""
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -86,9 +87,12 @@ def check_prompts(prompt_ids: torch.Tensor, mask: torch.Tensor, vocab_size: int,
     """Validate left-padded prompts.
 
     Raises:
-        ValueError: no prompt or no token, a row that is all padding, a mask that is not 0/1, has holes or pads on the
-            right, ids that are no integers or outside the vocabulary.
+        ValueError: no tensors, no prompt or no token, a row that is all padding, a mask that is not 0/1, has holes or
+            pads on the right, ids that are no integers or outside the vocabulary.
     """
+    for name, given in (("prompt_ids", prompt_ids), ("prompt_attention_mask", mask)):
+        if not isinstance(given, torch.Tensor):
+            raise ValueError(f"{name} must be a tensor; got {type(given).__name__}")
     if prompt_ids.dim() != 2 or mask.shape != prompt_ids.shape:
         raise ValueError(
             f"prompt_ids and prompt_attention_mask must both be [B, T]; got {tuple(prompt_ids.shape)} "
@@ -297,8 +301,10 @@ def needed_tokens(lengths: list[int], plan: SamplingPlan) -> int:
     return max(length + plan.limit(row) for row, length in _rows(lengths, plan))
 
 
-def _rows(lengths: list[int], plan: SamplingPlan) -> list[tuple[int, int]]:
-    return [(row, lengths[row // plan.samples]) for row in range(len(lengths) * plan.samples)]
+def _rows(lengths: list[int], plan: SamplingPlan) -> Iterator[tuple[int, int]]:
+    """A row and its prompt's length; of rows that are all as long, one a prompt: nobody knows yet whether all fit."""
+    step = plan.samples if plan.limits is None else 1
+    return ((row, lengths[row // plan.samples]) for row in range(0, len(lengths) * plan.samples, step))
 
 
 def check_positions(lengths: list[int], plan: SamplingPlan, max_positions: int | None) -> None:

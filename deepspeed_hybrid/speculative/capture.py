@@ -29,7 +29,15 @@ class FeatureCapture:
 
     @contextmanager
     def on(self, layers: nn.ModuleList) -> Iterator[None]:
-        """Watch these decoder layers inside."""
+        """Watch these decoder layers inside.
+
+        Raises:
+            RuntimeError: there are too few of them.
+        """
+        if self._last >= len(layers):
+            raise RuntimeError(
+                f"draft_model reads from layer {self._last}, and the model has {len(layers)} layers now"
+            )
         handles = []
         try:
             for column, index in enumerate(self.layer_ids):

@@ -6,11 +6,12 @@
 transformers' own configuration classes re-derive window and layer types on reading, so that they are not asked.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from deepspeed_hybrid.speculative.files import read_json
 from deepspeed_hybrid.speculative.rope import RopeSettings, rope_settings
+from deepspeed_hybrid.speculative.settings import is_amount, is_count, of_kind, require
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 OTHER_ARCHITECTURES = ("DFlash2DraftModel", "DSparkDraftModel", "Qwen3DSparkModel", "DominoDraftModel")
@@ -74,6 +75,7 @@ class DraftConfig:
             "num_attention_heads", self.num_heads, self.num_heads % self.num_kv_heads == 0, "a multiple of kv heads"
         )
         require("head_dim", self.head_dim, self.head_dim % 2 == 0, "even")
+        require("rms_norm_eps", self.rms_norm_eps, is_amount(self.rms_norm_eps), "a number above 0")
         ids = self.target_layer_ids
         require(
             "target_layer_ids",
@@ -100,13 +102,14 @@ class DraftConfig:
         Raises:
             ValueError: a relative of DFlash that is not supported, a setting that is missing or makes no sense; named.
         """
-        nested = raw.get("dflash_config") or {}
+        nested = of_kind("dflash_config", raw.get("dflash_config"), dict, "an object") or {}
         _refuse_relatives(raw, nested)
 
-        def needed(name: str):
+        def needed(name: str) -> int:
             value = raw.get(name)
             if value is None:
                 raise ValueError(f"the draft's config.json must have {name}")
+            require(name, value, is_count(value), "an integer of at least 1")
             return value
 
         def either(name: str):
@@ -114,7 +117,7 @@ class DraftConfig:
             return raw.get(name) if nested.get(name) is None else nested[name]
 
         layers, heads = needed("num_hidden_layers"), needed("num_attention_heads")
-        targets = either("num_target_layers")
+        targets = of_kind("num_target_layers", either("num_target_layers"), int, "an integer")
         mask = either("mask_token_id")
         if mask is None:
             raise ValueError("the draft's config.json must have mask_token_id, on top or in dflash_config")
@@ -123,7 +126,9 @@ class DraftConfig:
             raise ValueError("the draft's config.json must have block_size, on top or in dflash_config")
         types, window = _layer_types(raw, nested, layers)
         causal = nested.get("causal") if raw.get("is_causal") is None else raw["is_causal"]
+        of_kind("is_causal", causal, bool, "true or false")
         head_dim = raw.get("head_dim") or needed("hidden_size") // heads
+        require("head_dim", head_dim, is_count(head_dim), "an integer of at least 1")
         return cls(
             hidden_size=needed("hidden_size"),
             intermediate_size=needed("intermediate_size"),
@@ -137,11 +142,11 @@ class DraftConfig:
             vocab_size=needed("vocab_size"),
             rope=rope_settings(raw, head_dim),
             rms_norm_eps=1e-6 if raw.get("rms_norm_eps") is None else raw["rms_norm_eps"],
-            attention_bias=bool(raw.get("attention_bias", False)),
+            attention_bias=bool(of_kind("attention_bias", raw.get("attention_bias"), bool, "true or false")),
             num_target_layers=targets,
             layer_types=types,
             sliding_window=window,
-            causal=() if causal is None else (bool(causal),) * layers,
+            causal=() if causal is None else (causal,) * layers,
         )
 
     def to_json(self) -> dict:
@@ -185,7 +190,7 @@ class DraftConfig:
         path = Path(folder) / "config.json"
         if not path.is_file():
             raise ValueError(f"draft_model must be a folder with a config.json, or a DFlashDraft; got {str(folder)!r}")
-        return cls.from_json(json.loads(path.read_text()))
+        return cls.from_json(read_json(path))
 
     def check_target(self, hidden_size: int, layers: int, vocab_size: int, known_ids: int) -> None:
         """
@@ -213,7 +218,7 @@ class DraftConfig:
 
 
 def _refuse_relatives(raw: dict, nested: dict) -> None:
-    for name in raw.get("architectures") or ():
+    for name in of_kind("architectures", raw.get("architectures"), list, "a list") or ():
         if name != "DFlashDraftModel":
             known = "a relative of DFlash that is" if name in OTHER_ARCHITECTURES else "an architecture that is"
             raise ValueError(f"draft_model has architecture {name}, {known} not supported; DFlashDraftModel is")
@@ -234,7 +239,7 @@ def _refuse_relatives(raw: dict, nested: dict) -> None:
 def _target_layers(ids, targets: int | None, count: int) -> tuple[int, ...]:
     """As configured, in that order; spread over the target where there is no configuration."""
     if ids is not None:
-        return tuple(ids)
+        return tuple(of_kind("target_layer_ids", ids, list, "a list"))
     if targets is None:
         raise ValueError(
             "the draft's config.json must have target_layer_ids, or num_target_layers to derive them from"
@@ -247,7 +252,7 @@ def _target_layers(ids, targets: int | None, count: int) -> tuple[int, ...]:
 def _layer_types(raw: dict, nested: dict, layers: int) -> tuple[tuple[str, ...], int | None]:
     """Of each layer, and the window. What is written for each layer counts more than flags over all of them."""
     window = nested.get("swa_window_size") or raw.get("sliding_window")
-    types = raw.get("layer_types")
+    types = of_kind("layer_types", raw.get("layer_types"), list, "a list")
     if types is not None:
         return tuple(types), window
     if nested.get("use_swa"):
@@ -256,12 +261,3 @@ def _layer_types(raw: dict, nested: dict, layers: int) -> tuple[tuple[str, ...],
         first = raw.get("max_window_layers") or 0
         return tuple(SLIDING if index >= first else FULL for index in range(layers)), window
     return (FULL,) * layers, window
-
-
-def is_count(value: object, least: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def require(name: str, value: object, accepted: bool, what: str) -> None:
-    if not accepted:
-        raise ValueError(f"the draft's {name} must be {what}; got {value!r}")

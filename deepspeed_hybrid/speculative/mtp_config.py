@@ -3,12 +3,12 @@
 # DeepSpeed Team
 """The shape of Qwen3.5's native MTP head, which has no configuration but the model's own."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed_hybrid.speculative.config import is_count, require
+from deepspeed_hybrid.speculative.files import read_json
 from deepspeed_hybrid.speculative.rope import RopeSettings, rope_settings
+from deepspeed_hybrid.speculative.settings import is_amount, is_count, of_kind, require
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
 PARTIAL_ROTARY = 0.25  # of a head, where a configuration does not say
@@ -41,6 +41,7 @@ class MtpConfig:
         require(
             "num_attention_heads", self.num_heads, self.num_heads % self.num_kv_heads == 0, "a multiple of kv heads"
         )
+        require("rms_norm_eps", self.rms_norm_eps, is_amount(self.rms_norm_eps), "a number above 0")
         turned = self.rope.head_dim
         require(
             "partial_rotary_factor",
@@ -59,7 +60,7 @@ class MtpConfig:
         Raises:
             ValueError: another kind of model, a setting that is not supported or missing; named.
         """
-        own = {**raw, **(raw.get("text_config") or {})}
+        own = {**raw, **(of_kind("text_config", raw.get("text_config"), dict, "an object") or {})}
         if own.get("model_type") not in MODEL_TYPES:
             raise ValueError(
                 f"{whose} has model_type {own.get('model_type')!r}, whose MTP head is not supported; accepted are "
@@ -69,9 +70,10 @@ class MtpConfig:
             if own.get(name) not in (None, supported):
                 raise ValueError(f"{whose} sets {name}={own[name]!r}, which is not supported; {supported!r} is")
 
-        def needed(name: str):
+        def needed(name: str) -> int:
             if own.get(name) is None:
                 raise ValueError(f"the config.json of {whose} must have {name}")
+            require(name, own[name], is_count(own[name]), "an integer of at least 1")
             return own[name]
 
         heads, head_dim = needed("num_attention_heads"), needed("head_dim")
@@ -83,7 +85,7 @@ class MtpConfig:
             head_dim=head_dim,
             rope=_partial_rope(own, head_dim),
             rms_norm_eps=1e-6 if own.get("rms_norm_eps") is None else own["rms_norm_eps"],
-            attention_bias=bool(own.get("attention_bias", False)),
+            attention_bias=bool(of_kind("attention_bias", own.get("attention_bias"), bool, "true or false")),
         )
 
     @classmethod
@@ -92,7 +94,7 @@ class MtpConfig:
         path = Path(folder) / "config.json"
         if not path.is_file():
             raise ValueError(f"draft_model must be a folder with a config.json, or an MtpDraft; got {str(folder)!r}")
-        return cls.from_json(json.loads(path.read_text()))
+        return cls.from_json(read_json(path))
 
     def to_json(self) -> dict:
         """A config.json that :meth:`from_json` reads as this very configuration."""
@@ -122,8 +124,10 @@ class MtpConfig:
 
 
 def _partial_rope(own: dict, head_dim: int) -> RopeSettings:
-    settings = dict(own.get("rope_parameters") or own.get("rope_scaling") or {})
+    name = "rope_parameters" if own.get("rope_parameters") else "rope_scaling"
+    settings = dict(of_kind(name, own.get(name), dict, "an object") or {})
     partial = settings.pop("partial_rotary_factor", None) or own.get("partial_rotary_factor") or PARTIAL_ROTARY
+    require("partial_rotary_factor", partial, is_amount(partial), "a number above 0")
     for name in AXES:
         settings.pop(name, None)
     others = {name: own.get(name) for name in ("rope_theta", "max_position_embeddings")}

@@ -19,6 +19,7 @@ from deepspeed_hybrid.cache.slot_cache import SlotCache
 from deepspeed_hybrid.compat import ModelCall, text_model
 from deepspeed_hybrid.generation.state import DecodeState
 from deepspeed_hybrid.ops.block_step import block_inputs
+from deepspeed_hybrid.speculative.copies import copy_weights
 from deepspeed_hybrid.speculative.draft import attention
 from deepspeed_hybrid.speculative.draft_cache import DraftCache
 from deepspeed_hybrid.speculative.mtp import MtpDraft, behind_last_norm
@@ -83,8 +84,7 @@ class MtpDrafter:
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the source's weights, in place: every address stays."""
-        for mine, theirs in zip(self.draft.parameters(), self.source.parameters(), strict=True):
-            mine.copy_(theirs)
+        copy_weights(self.draft, self.source)
 
     def describe(self) -> str:
         return f"the model's MTP head, up to {self.most_tokens - 1} passes"

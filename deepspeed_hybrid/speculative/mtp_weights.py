@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
+from deepspeed_hybrid.speculative.files import read_tensor, tensor_files, tensor_names
 from deepspeed_hybrid.speculative.mtp import MtpDraft
 from deepspeed_hybrid.speculative.mtp_config import MtpConfig
 
@@ -38,13 +38,6 @@ def load_mtp(path: str | Path, target: dict | None = None) -> MtpDraft:
     return mtp_from(MtpConfig.read(path), read_tensors(tensor_files(path)))
 
 
-def tensor_files(folder: Path) -> list[Path]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"draft_model {str(folder)!r} has no .safetensors file")
-    return files
-
-
 def has_mtp(path: str | Path) -> bool:
     """Whether a folder's safetensors have a head."""
     return any(True for file in sorted(Path(path).glob("*.safetensors")) for _ in _names(file))
@@ -57,8 +50,7 @@ def read_tensors(files: list[Path]) -> dict[str, torch.Tensor]:
         for name, stored in _names(file):
             if name in found:
                 raise ValueError(f"draft_model has weights mtp.{name} twice; the second are {stored} in {file.name}")
-            with safe_open(file, "pt") as tensors:
-                found[name] = tensors.get_tensor(stored)
+            found[name] = read_tensor(file, stored)
     if not found:
         spellings = ", ".join(prefix + HEAD for prefix in PREFIXES)
         raise ValueError(f"draft_model has no MTP head: no tensor's name begins with {spellings}")
@@ -67,9 +59,7 @@ def read_tensors(files: list[Path]) -> dict[str, torch.Tensor]:
 
 def _names(file: Path) -> Iterator[tuple[str, str]]:
     """Of a head's tensors in a file: behind ``mtp.``, and whole."""
-    with safe_open(file, "pt") as tensors:
-        stored = list(tensors.keys())
-    for name in stored:
+    for name in tensor_names(file):
         for prefix in PREFIXES:
             if name.startswith(prefix + HEAD):
                 yield name.removeprefix(prefix + HEAD), name

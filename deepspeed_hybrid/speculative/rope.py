@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from deepspeed_hybrid.speculative.settings import is_amount, is_count, of_kind, require
+
 DEFAULT_THETA = 10000.0
 KINDS = ("default", "linear", "yarn")
 NEVER = ("mrope_section", "mrope_interleaved")
@@ -77,7 +79,8 @@ def rope_settings(raw: dict, head_dim: int) -> RopeSettings:
     Raises:
         ValueError: a kind of rotary embedding that is not supported, or settings that it lacks.
     """
-    settings = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    name = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    settings = of_kind(name, raw.get(name), dict, "an object") or {}
     by_type = [value for value in settings.values() if isinstance(value, dict)]
     if by_type:
         if any(value != by_type[0] for value in by_type):
@@ -93,11 +96,13 @@ def rope_settings(raw: dict, head_dim: int) -> RopeSettings:
     if partial not in (None, 1, 1.0):
         raise ValueError(f"draft_model sets partial_rotary_factor={partial}, which is not supported")
     theta = settings.get("rope_theta") or raw.get("rope_theta") or DEFAULT_THETA
+    require("rope_theta", theta, is_amount(theta, above=1), "a number above 1")
     if kind == "default":
         return RopeSettings(head_dim, float(theta))
     factor = settings.get("factor")
     if factor is None:
         raise ValueError(f"draft_model has rope type {kind!r} without its factor")
+    require("rope factor", factor, is_amount(factor), "a number above 0")
     if kind == "linear":
         return RopeSettings(head_dim, float(theta), kind, float(factor))
     if settings.get("mscale") or settings.get("mscale_all_dim"):
@@ -105,6 +110,7 @@ def rope_settings(raw: dict, head_dim: int) -> RopeSettings:
     positions = settings.get("original_max_position_embeddings") or raw.get("max_position_embeddings")
     if positions is None:
         raise ValueError("draft_model has rope type 'yarn' without original_max_position_embeddings")
+    require("original_max_position_embeddings", positions, is_count(positions), "an integer of at least 1")
     return RopeSettings(
         head_dim,
         float(theta),

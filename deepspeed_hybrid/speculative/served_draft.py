@@ -18,6 +18,7 @@ from deepspeed_hybrid.ops.fused_linear import normed_linear, normed_rows, residu
 from deepspeed_hybrid.ops.rotary_tables import rotary_tables
 from deepspeed_hybrid.segments.weights import FusedLinear, FusedTensor
 from deepspeed_hybrid.speculative.config import SLIDING
+from deepspeed_hybrid.speculative.copies import copy_weights
 from deepspeed_hybrid.speculative.draft import DFlashDraft
 from deepspeed_hybrid.speculative.draft_cache import DraftCache
 
@@ -49,8 +50,7 @@ class ServedDraft:
     @torch.no_grad()
     def refresh(self, source: DFlashDraft) -> None:
         """Copy the source's weights, in place: every address stays."""
-        for mine, theirs in zip(self.model.parameters(), source.parameters(), strict=True):
-            mine.copy_(theirs)
+        copy_weights(self.model, source)
         self._context.refresh()
 
     def tensors(self) -> list[torch.Tensor]:

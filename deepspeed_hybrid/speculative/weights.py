@@ -7,10 +7,11 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from deepspeed_hybrid.speculative.config import DraftConfig
 from deepspeed_hybrid.speculative.draft import DFlashDraft
+from deepspeed_hybrid.speculative.files import read_tensor, tensor_files, tensor_names
 
 PREFIXES = ("model.", "draft_model.")
 ALIASES = (("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm."), ("midlayer.", "layers.0."))
@@ -28,12 +29,13 @@ def load_draft(folder: str | Path) -> DFlashDraft:
     config = DraftConfig.read(folder)
     if (folder / "mask_embedding.pt").exists():
         raise ValueError("draft_model has a mask_embedding.pt, which is not supported")
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"draft_model {str(folder)!r} has no .safetensors file")
     weights: dict[str, torch.Tensor] = {}
-    for file in files:
-        weights.update(load_file(file))
+    for file in tensor_files(folder):
+        for stored in tensor_names(file):
+            name = plain_name(stored)
+            if name in weights:
+                raise ValueError(f"draft_model has weights {name} twice; the second are {stored} in {file.name}")
+            weights[name] = read_tensor(file, stored)
     return draft_from(config, weights)
 
 

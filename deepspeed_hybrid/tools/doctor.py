@@ -50,7 +50,7 @@ def doctor(model_config: Path | None, use_graph_capture: bool, use_segki: bool, 
     try:
         model = build_model(shrunk(load_config(model_config or "tiny")), seed=0)
         paths = resolve_paths(SimpleNamespace(module=model), cfg)
-    except (RuntimeError, ValueError) as refusal:
+    except (RuntimeError, ValueError, OSError) as refusal:
         print(f"  FAILED: {refusal}")
         return 1
     if model_config is not None:

@@ -74,8 +74,14 @@ def train_draft(
         seed: of weights, the order of prompts, answers and anchors.
 
     Raises:
-        ValueError: a file with nothing to train on, no token to spare, or ``out`` is the model's own folder.
+        ValueError: no such folder or file, a file with nothing to train on, no token to spare, or ``out`` is the
+            model's own folder.
     """
+    if model.startswith(("/", ".", "~")) and not Path(model).is_dir():  # transformers would take it for a name
+        raise ValueError(f"--model must be a folder, or a name that transformers knows; got {model!r}")
+    for option, file in (("--prompts", prompts), ("--text", text)):
+        if file is not None and not file.is_file():
+            raise ValueError(f"{option} must be a file; got {str(file)!r}")
     if out.exists() and Path(model).exists() and out.samefile(model):
         raise ValueError(f"--out must be another folder than the model's, whose files it would overwrite; got {out}")
     quiet()

@@ -16,6 +16,7 @@ from deepspeed.runtime.rollout import ResponseTokenBatch, generalized_jsd_loss
 from torch import nn
 
 from deepspeed_hybrid import HybridEngineRollout, HybridEngineRolloutConfig, RolloutRequest, SamplingConfig
+from deepspeed_hybrid.tools.arguments import positive
 from deepspeed_hybrid.tools.device import has_cuda
 from deepspeed_hybrid.tools.models import build_model, decay_slowly, demo_config
 from deepspeed_hybrid.tools.process import quiet, start_distributed, stop_distributed
@@ -82,7 +83,7 @@ def distill(steps: int, use_segki: bool | None = None, stage: int = 1) -> list[f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=100, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--zero-stage", type=int, choices=range(4), default=1, help="default: %(default)s")
     parser.add_argument("--no-segki", action="store_true", help="generate without segment kernels")
     options = parser.parse_args()

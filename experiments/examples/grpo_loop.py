@@ -10,6 +10,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_hybrid import HybridEngineRollout, RolloutRequest, SamplingConfig
+from deepspeed_hybrid.tools.arguments import positive
 from deepspeed_hybrid.tools.device import has_cuda
 from deepspeed_hybrid.tools.grpo import group_advantages, policy_loss
 from deepspeed_hybrid.tools.models import build_model, decay_slowly, demo_config
@@ -75,7 +76,7 @@ def train(steps: int, stage: int = 1, seed: int = 0) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=200, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=200, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--zero-stage", type=int, choices=range(4), default=1, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     options = parser.parse_args()

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from deepspeed_hybrid.integrations.trl import TrainerRollout, hybrid_rollout
+from deepspeed_hybrid.tools.arguments import positive
 from deepspeed_hybrid.tools.device import has_cuda
 from deepspeed_hybrid.tools.models import build_model, decay_slowly, demo_config
 from deepspeed_hybrid.tools.process import start_distributed, stop_distributed
@@ -123,7 +124,7 @@ def right_sum(completions: list, answer: list[int], **columns) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", metavar="PATH", help="a checkpoint of transformers (default: a tiny model)")
-    parser.add_argument("--steps", type=int, default=260, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=260, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), default=2, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     options = parser.parse_args()

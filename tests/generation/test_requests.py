@@ -22,6 +22,7 @@ from deepspeed_hybrid.generation.requests import (
     check_prompts,
     check_sampling,
     fresh_seed,
+    needed_tokens,
     pad_id,
     refuse_processors,
     stop_ids,
@@ -76,6 +77,14 @@ def test_prompts_are_a_copy():
 def test_shapes(shape, mask_shape):
     with pytest.raises(ValueError, match=r"prompt_ids and prompt_attention_mask must both be \[B, T\]"):
         check_prompts(torch.ones(shape).long(), torch.ones(mask_shape).long(), VOCAB, CPU)
+
+
+@pytest.mark.parametrize(
+    "ids, mask, name", [(None, None, "prompt_ids"), (torch.ones(1, 1), [[1]], "prompt_attention_mask")]
+)
+def test_what_is_no_tensor(ids, mask, name):
+    with pytest.raises(ValueError, match=f"{name} must be a tensor; got (NoneType|list)"):
+        check_prompts(ids, mask, VOCAB, CPU)
 
 
 def test_the_first_bad_row_is_named():
@@ -148,6 +157,12 @@ def test_positions_at_the_limit():
     check_positions([3, 7], plan(max_new_tokens=500), None)
     with pytest.raises(ValueError, match="7 tokens.*max_new_tokens=6.*13.*12"):
         check_positions([3, 7], plan(max_new_tokens=6), 12)
+
+
+def test_rows_are_not_listed_before_anybody_knows_that_they_fit():
+    many = plan(max_new_tokens=5, n_samples_per_prompt=10**15)
+    assert needed_tokens([3, 7], many) == 12
+    check_positions([3, 7], many, 12)
 
 
 def test_a_new_generation_config_is_accepted():

@@ -3,6 +3,7 @@
 # DeepSpeed Team
 """What speculation is not built for is refused by name, and what it holds is reported and given back."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from harness import greedy, rollout_of
 from models import LoraLinear, Tokenizer, ragged_prompts, tiny_model
+from mtp_cases import mtp_rollout
 from speculative_cases import draft_config, speculative_rollout, tiny_draft
 
 from deepspeed_hybrid import HybridEngineRollout, HybridEngineRolloutConfig
@@ -100,6 +102,32 @@ def test_a_layer_that_stops_to_be_a_chain_later(target):
     layer.down_proj = LoraLinear(layer.down_proj)
     with pytest.raises(RuntimeError, match="speculative='dflash' cannot be honoured: layer 1"):
         greedy(rollout, ragged_prompts([3]), 4)
+
+
+@pytest.mark.parametrize("make", [speculative_rollout, mtp_rollout])
+def test_a_layer_that_is_taken_away_later(target, make):
+    rollout = make(target)
+    decoder, config = text_model(target), text_model(target).config
+    decoder.layers = decoder.layers[:3]
+    config.num_hidden_layers, config.layer_types = 3, config.layer_types[:3]
+    with pytest.raises(RuntimeError, match="draft_model reads from layer 3, and the model has 3 layers now"):
+        greedy(rollout, ragged_prompts([3]), 4)
+
+
+@pytest.mark.parametrize("make", [speculative_rollout, mtp_rollout])
+def test_a_draft_that_is_changed_later(target, make):
+    """What serves goes on as it was."""
+    rollout = make(target)
+    source = rollout._speculation.drafter.source
+    shape = tuple(source.fc.weight.shape)
+    source.fc = torch.nn.Linear(1, 1, bias=False)
+    with pytest.raises(RuntimeError, match=f"fc.weight was {re.escape(str(shape))} when .* is \\(1, 1\\) now"):
+        rollout.sync_weights(1)
+    greedy(rollout, ragged_prompts([3]), 4)
+    source.norm = torch.nn.Identity()
+    source.fc = torch.nn.Linear(*shape[::-1], bias=False)
+    with pytest.raises(RuntimeError, match="the shape of norm.weight was .* and is None now"):
+        rollout.sync_weights(2)
 
 
 def test_graph_capture_that_is_asked_for(target):

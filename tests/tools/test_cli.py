@@ -162,6 +162,12 @@ def test_doctor_fails_for_a_model_that_is_not_supported(tmp_path, capsys):
     assert "not supported" in capsys.readouterr().out.partition("FAILED")[2]
 
 
+def test_doctor_fails_for_a_file_that_is_no_config(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("no JSON")
+    assert main(["doctor", "--model", str(tmp_path / "config.json")]) == 1
+    assert "FAILED: It looks like the config file" in capsys.readouterr().out
+
+
 def test_doctor_says_why_training_fails(monkeypatch, capsys):
     def forward(*args, **kwargs):
         raise RuntimeError("0 active drivers")
