@@ -5,6 +5,7 @@
 
 import torch
 import torch.distributed
+from deepspeed.accelerator import get_accelerator
 
 # One of torch's own modules, whose name says that its interface may move: it is used here alone.
 from torch.distributed import _symmetric_memory as symmetric_memory
@@ -28,7 +29,7 @@ class Inbox:
         try:
             self.own = symmetric_memory.empty(size, dtype=torch.int64, device=device)
             self.own.zero_()
-            torch.cuda.synchronize(device)  # before any rank can write
+            get_accelerator().synchronize(device)  # before any rank can write
             self._handle = symmetric_memory.rendezvous(self.own, group)
             addresses = list(self._handle.buffer_ptrs)
             if addresses[self.rank] != self.own.data_ptr():

@@ -7,6 +7,7 @@ Blocks start at anchors drawn from the answers. All blocks of a row go through o
 before its anchor, and itself. A block's token i is to be the row's own token at that very place.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -141,7 +142,7 @@ def draft_loss(
     return DraftLoss((errors * weights).sum() / weights.sum().clamp(min=1e-6), shares)
 
 
-class FeatureTrainer:
+class FeatureTrainer(ABC):
     """AdamW over a draft model that reads the policy's features, a rollout at a time; what all kinds have in common.
 
     Args:
@@ -206,9 +207,9 @@ class FeatureTrainer:
         self.optimizer.step()
         return DraftLoss(outcome.loss.detach(), outcome.right)
 
+    @abstractmethod
     def loss(self, features: torch.Tensor, rows: Answered, anchors: torch.Tensor, found: torch.Tensor) -> DraftLoss:
         """With the gradient; ``anchors`` and ``found`` are of :func:`draw_anchors`."""
-        raise NotImplementedError
 
 
 class DraftTrainer(FeatureTrainer):
