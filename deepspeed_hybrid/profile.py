@@ -5,7 +5,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ class CallClock:
     """When a call began, and when its stages of the host ended, in seconds of ``time.perf_counter()``."""
 
     before: dict[str, float]  # what stages of each name had taken until then
-    start: float = field(default_factory=time.perf_counter)
+    start: float
     checked: float = 0.0
     begun: float | None = None
     done: float = 0.0
@@ -55,7 +55,7 @@ class Figures:
 
     def clock(self) -> CallClock:
         """Of a call that begins now."""
-        return CallClock(dict(self.trace.totals))
+        return CallClock(dict(self.trace.totals), time.perf_counter())
 
     def note_end(self, job: Job, clock: CallClock) -> None:
         """All rows are queued. A profile says how long they took; without one only the batch is waited for."""
