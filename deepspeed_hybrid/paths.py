@@ -40,6 +40,7 @@ from deepspeed_hybrid.ops.gdn_chunks import gdn_chunks
 from deepspeed_hybrid.ops.gdn_conv import gdn_conv
 from deepspeed_hybrid.ops.gdn_decode import gdn_decode, gdn_decode_reference
 from deepspeed_hybrid.ops.gdn_gates import gdn_gates, gdn_gates_reference
+from deepspeed_hybrid.ops.gdn_heads import gdn_heads, gdn_heads_reference
 from deepspeed_hybrid.ops.keep_tokens import keep_tokens
 from deepspeed_hybrid.ops.loader import op_obstacle, triton_obstacle
 from deepspeed_hybrid.ops.prompt_heads import prompt_heads
@@ -284,15 +285,14 @@ def chain_ops(
     block = partial(token_by_token, attention) if batch_invariant else attention_block
     rest = attention, block, embedded_rows, rotary_tables
     # Prompts and training go through flash-linear-attention there.
-    one, several = partial(gdn_decode, rounded_heads=True), partial(gdn_block, rounded_heads=True)
-    gdn = one, several, partial(gdn_commit, rounded_heads=True)
+    gdn = partial(gdn_decode, rounded_heads=True), partial(gdn_heads, rounded_heads=True), gdn_block, gdn_commit
     return DecodeOps(fused_linear.normed_rows, *products, shared, *gdn, *rest)
 
 
 def _reference_ops(batch_invariant: bool) -> DecodeOps:
     """In plain torch. To have a row's bits in any batch, rows go one by one: a speculative step has several a slot."""
     products = fused_linear.normed_linear_reference, fused_linear.residual_linear_reference
-    gdn = gdn_decode_reference, gdn_block_reference, gdn_commit_reference
+    gdn = gdn_decode_reference, gdn_heads_reference, gdn_block_reference, gdn_commit_reference
     attention: Callable = attention_decode_reference
     rest = embedded_rows_reference, rotary_tables_reference
     if batch_invariant:

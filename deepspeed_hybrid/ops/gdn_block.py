@@ -4,164 +4,106 @@
 """Several tokens a row through a GatedDeltaNet layer, of which it is decided afterwards how many have been.
 
 :func:`gdn_block` gives the outputs of all of them and writes nothing; :func:`gdn_commit` takes over window and state
-behind the first of them, from the same inputs. Each token is one of
-:func:`deepspeed_hybrid.ops.gdn_decode.gdn_decode`, in its order of operations and with its roundings. Rows come token
-by token: row i * B + b is token i of slot b.
+behind the first of them, from the same heads and gates of :func:`deepspeed_hybrid.ops.gdn_heads.gdn_heads`. Each token
+is one of :func:`deepspeed_hybrid.ops.gdn_decode.gdn_decode`, in its order of operations and with its roundings. Rows
+come token by token: row i * B + b is token i of slot b.
 """
-
-from collections.abc import Callable
 
 import torch
 
-from deepspeed_hybrid.ops.gdn_decode import GdnSizes, checked_sizes, gdn_decode_reference
-from deepspeed_hybrid.ops.inference import refuse_recording
+from deepspeed_hybrid.ops.gdn_decode import (
+    MODEL_DTYPES,
+    STATE_DTYPES,
+    WEIGHT_DTYPES,
+    GdnSizes,
+    check_tensors,
+    delta_rule,
+    gated_core,
+)
+from deepspeed_hybrid.ops.gdn_heads import tokens_a_row
+from deepspeed_hybrid.ops.inference import refuse_gradients, refuse_recording
 
 # Shapes: T tokens, B rows, S slots, C conv channels, K conv kernel, HK/HV key/value heads, DK/DV their dims.
 
 
 def gdn_block_reference(
     projected: torch.Tensor,
-    window: torch.Tensor,
-    conv_weight: torch.Tensor,
-    conv_bias: torch.Tensor | None,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
+    heads: torch.Tensor,
+    gates: torch.Tensor,
     state: torch.Tensor,
     norm_weight: torch.Tensor,
     eps: float,
-    position: torch.Tensor,
     counts: torch.Tensor,
     key_heads: int,
-    rounded_heads: bool = False,
 ) -> torch.Tensor:
     """What :func:`gdn_block` does, in plain torch on any device."""
-    layer = conv_weight, conv_bias, A_log, dt_bias
-    sizes = checked_block(projected, window, *layer, state, norm_weight, position, counts, key_heads)
-    lanes = counts.numel()
-    if not lanes:
-        return projected.new_empty(0, sizes.value_heads * sizes.value_dim)
-    window, state = window[:lanes].clone(), state[:lanes].clone()
-    step = _stepping(window, *layer, state, norm_weight, eps, key_heads, rounded_heads)
-    return torch.cat([step(*token) for token in _tokens(projected, position, counts)])
+    sizes = checked_block(projected, heads, gates, state, counts, key_heads, norm_weight=norm_weight)
+    lanes, last = counts.numel(), (norm_weight, eps, sizes)
+    read, _ = _scan(heads, gates, state, counts, sizes)
+    out = [projected.new_empty(0, sizes.values)]
+    for index, (core, rows) in enumerate(zip(read, projected.split(lanes) if lanes else (), strict=True)):
+        out.append(gated_core(core, rows, *last).masked_fill((counts <= index)[:, None], 0.0))
+    return torch.cat(out)
 
 
 def gdn_commit_reference(
     projected: torch.Tensor,
+    heads: torch.Tensor,
+    gates: torch.Tensor,
     window: torch.Tensor,
-    conv_weight: torch.Tensor,
-    conv_bias: torch.Tensor | None,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
     state: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
     position: torch.Tensor,
     counts: torch.Tensor,
     key_heads: int,
-    rounded_heads: bool = False,
 ) -> None:
     """What :func:`gdn_commit` does, in plain torch on any device."""
-    layer = conv_weight, conv_bias, A_log, dt_bias
-    checked_block(projected, window, *layer, state, norm_weight, position, counts, key_heads)
-    step = _stepping(window, *layer, state, norm_weight, eps, key_heads, rounded_heads)
-    for token in _tokens(projected, position, counts):
-        step(*token)
+    sizes = checked_block(projected, heads, gates, state, counts, key_heads, window=window, position=position)
+    lanes, kernel = counts.numel(), window.shape[2]
+    _, memory = _scan(heads, gates, state, counts, sizes)
+    state[:lanes] = torch.where(counts[:, None, None, None] > 0, memory, state[:lanes])
+    for index, rows in enumerate(projected[:, : sizes.channels].split(lanes) if lanes else ()):
+        column = ((position + index) % kernel)[:, None, None].expand(-1, sizes.channels, 1)
+        ring = window[:lanes].scatter(2, column, rows[:, :, None])
+        window[:lanes] = torch.where(counts[:, None, None] > index, ring, window[:lanes])
 
 
-def _stepping(window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps, *heads) -> Callable:
-    layer = window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps
-    return lambda projected, position, parked: gdn_decode_reference(projected, *layer, position, parked, *heads)
-
-
-def _tokens(projected: torch.Tensor, position: torch.Tensor, counts: torch.Tensor):
-    """Of each token its rows [B, N], their positions [B], and which of them there are not [B]."""
+def _scan(
+    heads: torch.Tensor, gates: torch.Tensor, state: torch.Tensor, counts: torch.Tensor, sizes: GdnSizes
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """What each token reads, T of [B, HV, DV] fp32, and the state [B, HV, DK, DV] behind each row's tokens."""
     lanes = counts.numel()
-    for index, rows in enumerate(projected.split(lanes) if lanes else ()):
-        yield rows, position + index, counts <= index
+    memory, core = state[:lanes], []
+    pairs = zip(heads.float().split(lanes), gates.split(lanes), strict=True) if lanes else ()
+    for index, (of_token, both) in enumerate(pairs):
+        beta, decay = both.unbind(1)
+        read, after = delta_rule(of_token, beta, decay, memory.float(), sizes)
+        memory = torch.where(counts[:, None, None, None] > index, after.to(state.dtype), memory)
+        core.append(read)
+    return core, memory
 
 
 @torch.library.custom_op("deepspeed_hybrid::gdn_block", mutates_args=(), device_types="cuda")
-def gdn_block_op(
-    projected: torch.Tensor,
-    window: torch.Tensor,
-    conv_weight: torch.Tensor,
-    conv_bias: torch.Tensor | None,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    state: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
-    position: torch.Tensor,
-    counts: torch.Tensor,
-    key_heads: int,
-    rounded_heads: bool = False,
-) -> torch.Tensor:
-    """:func:`gdn_block` without the refusal of gradients."""
-    from deepspeed_hybrid.ops.triton.gdn_block import launch  # here, because a torch for CPUs has no Triton
-
-    layer = window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps
-    return launch(projected, *layer, position, counts, key_heads, rounded_heads)
-
-
-@gdn_block_op.register_fake
-def _(
-    projected, window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps, position, counts, *_
-) -> torch.Tensor:
-    return projected.new_empty(projected.shape[0], state.shape[1] * state.shape[3])
-
-
-@torch.library.custom_op("deepspeed_hybrid::gdn_commit", mutates_args=("window", "state"), device_types="cuda")
-def gdn_commit_op(
-    projected: torch.Tensor,
-    window: torch.Tensor,
-    conv_weight: torch.Tensor,
-    conv_bias: torch.Tensor | None,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    state: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
-    position: torch.Tensor,
-    counts: torch.Tensor,
-    key_heads: int,
-    rounded_heads: bool = False,
-) -> None:
-    """:func:`gdn_commit` without the refusal of gradients."""
-    from deepspeed_hybrid.ops.triton.gdn_block import launch_commit
-
-    layer = window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps
-    launch_commit(projected, *layer, position, counts, key_heads, rounded_heads)
-
-
-gdn_block_op.register_kernel("cpu")(gdn_block_reference)
-gdn_commit_op.register_kernel("cpu")(gdn_commit_reference)
-
-
 def gdn_block(
     projected: torch.Tensor,
-    window: torch.Tensor,
-    conv_weight: torch.Tensor,
-    conv_bias: torch.Tensor | None,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
+    heads: torch.Tensor,
+    gates: torch.Tensor,
     state: torch.Tensor,
     norm_weight: torch.Tensor,
     eps: float,
-    position: torch.Tensor,
     counts: torch.Tensor,
     key_heads: int,
-    rounded_heads: bool = False,
 ) -> torch.Tensor:
-    """The outputs of up to T new tokens a row, one after another; window and state are read, and stay as they are.
+    """The outputs of up to T new tokens a row, one after another; the state is read, and stays as it is.
 
-    On CUDA this is one launch without a host sync, in which every state is read once. Window, state, position and
-    counts may be read ahead of the end of the kernel before, and must not be of that kernel's making.
+    On CUDA these are two launches without a host sync, in which every state is read once. The state may be read ahead
+    of the end of the kernel before, and must not be of that kernel's making. On a CPU it is
+    :func:`gdn_block_reference`. There is no gradient.
 
     Args:
-        projected: [T * B, N], as of :func:`deepspeed_hybrid.ops.gdn_decode.gdn_decode`, token by token.
-        window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, eps, key_heads, rounded_heads: as there.
-        position: [B] int64, the first token's place in its sequence.
-        counts: [B] int64, 0 to T: tokens that there are. What ``projected`` holds of others does not matter.
+        projected: [T * B, N], as of :func:`deepspeed_hybrid.ops.gdn_decode.gdn_decode`, token by token; here for z.
+        heads, gates: what :func:`deepspeed_hybrid.ops.gdn_heads.gdn_heads` made of it.
+        state, norm_weight, eps, key_heads: as of gdn_decode.
+        counts: [B] int64, 0 to T: tokens that there are. What is there of others does not matter.
 
     Returns:
         [T * B, HV * DV] in projected's dtype, contiguous; zeros for tokens that there are not.
@@ -169,64 +111,100 @@ def gdn_block(
     Raises:
         RuntimeError: an argument of another dtype, shape, layout or device.
     """
-    layer = window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight
-    refuse_recording("gdn_block", projected, *layer)
-    return gdn_block_op(projected, *layer, eps, position, counts, key_heads, rounded_heads)
+    from deepspeed_hybrid.ops.triton.gdn_block import launch  # here, because a torch for CPUs has no Triton
+
+    return launch(projected, heads, gates, state, norm_weight, eps, counts, key_heads)
+
+
+@gdn_block.register_fake
+def _(projected, heads, gates, state, norm_weight, eps, counts, key_heads) -> torch.Tensor:
+    return projected.new_empty(projected.shape[0], state.shape[1] * state.shape[3])
+
+
+@torch.library.custom_op("deepspeed_hybrid::gdn_commit", mutates_args=("window", "state"), device_types="cuda")
+def gdn_commit_op(
+    projected: torch.Tensor,
+    heads: torch.Tensor,
+    gates: torch.Tensor,
+    window: torch.Tensor,
+    state: torch.Tensor,
+    position: torch.Tensor,
+    counts: torch.Tensor,
+    key_heads: int,
+) -> None:
+    """:func:`gdn_commit` without the refusal of gradients."""
+    from deepspeed_hybrid.ops.triton.gdn_block import launch_commit
+
+    launch_commit(projected, heads, gates, window, state, position, counts, key_heads)
+
+
+gdn_block.register_kernel("cpu")(gdn_block_reference)
+gdn_commit_op.register_kernel("cpu")(gdn_commit_reference)
+refuse_gradients(gdn_block, "gdn_block")
 
 
 def gdn_commit(
     projected: torch.Tensor,
+    heads: torch.Tensor,
+    gates: torch.Tensor,
     window: torch.Tensor,
-    conv_weight: torch.Tensor,
-    conv_bias: torch.Tensor | None,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
     state: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
     position: torch.Tensor,
     counts: torch.Tensor,
     key_heads: int,
-    rounded_heads: bool = False,
 ) -> None:
     """Window and state, in place, behind each row's first ``counts`` tokens; rows of none keep their bits.
 
-    On CUDA these are two launches without a host sync, in which every state is read once and written once. Window,
-    state and position may be read ahead of the end of the kernel before, and must not be of its making.
+    On CUDA this is one launch without a host sync, in which every state is read once and written once. The state may
+    be read ahead of the end of the kernel before, and must not be of its making.
 
     Args:
+        projected: [T * B, N], here for what enters the window.
+        window: [S, C, K] ring in projected's dtype, as of gdn_decode; updated.
+        position: [B] int64, the first token's place in its sequence.
         counts: [B] int64, 0 to T: tokens to take over.
 
     The other arguments, and what is raised, are those of :func:`gdn_block`.
     """
-    layer = window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight
-    refuse_recording("gdn_commit", projected, *layer)
-    gdn_commit_op(projected, *layer, eps, position, counts, key_heads, rounded_heads)
+    refuse_recording("gdn_commit", projected, heads, gates, window, state)
+    gdn_commit_op(projected, heads, gates, window, state, position, counts, key_heads)
 
 
 def checked_block(
     projected: torch.Tensor,
-    window: torch.Tensor,
-    conv_weight: torch.Tensor,
-    conv_bias: torch.Tensor | None,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
+    heads: torch.Tensor,
+    gates: torch.Tensor,
     state: torch.Tensor,
-    norm_weight: torch.Tensor,
-    position: torch.Tensor,
     counts: torch.Tensor,
     key_heads: int,
+    norm_weight: torch.Tensor | None = None,
+    window: torch.Tensor | None = None,
+    position: torch.Tensor | None = None,
 ) -> GdnSizes:
     """The layer's sizes, from arguments that fit each other; otherwise a RuntimeError that names one."""
     if counts.dtype != torch.int64 or counts.dim() != 1 or not counts.is_contiguous():
         raise RuntimeError(f"counts must be contiguous int64 [B], got {counts.dtype} {tuple(counts.shape)}")
-    if counts.device != projected.device:
-        raise RuntimeError(f"counts is on {counts.device}, projected on {projected.device}")
     lanes = counts.numel()
-    if projected.dim() != 2 or (projected.shape[0] % lanes if lanes else projected.shape[0]):
-        raise RuntimeError(
-            f"projected must have 2 dimensions and as many rows for each token as counts, {lanes}, got shape "
-            f"{tuple(projected.shape)}"
-        )
-    first, layer = projected[:lanes], (window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight)
-    return checked_sizes(first, *layer, position, None, key_heads)
+    tokens_a_row(projected, lanes)
+    if state.dim() != 4 or state.shape[0] < lanes:
+        raise RuntimeError(f"state must be [S, HV, DK, DV] with a slot for each of {lanes}, got {tuple(state.shape)}")
+    _, value_heads, key_dim, value_dim = state.shape
+    if key_heads < 1 or value_heads % key_heads:
+        raise RuntimeError(f"key_heads must divide the {value_heads} value heads of state, got {key_heads}")
+    kernel = 1 if window is None or window.dim() != 3 else window.shape[2]
+    sizes, rows = GdnSizes(key_heads, value_heads, key_dim, value_dim, kernel), projected.shape[0]
+    slots = state.shape[0] if window is None else window.shape[0]
+    if slots < lanes:
+        raise RuntimeError(f"window must have a slot for each of the {lanes} rows, got {slots}")
+    expected = {
+        "projected": (projected, (rows, sum(sizes.columns)), MODEL_DTYPES),
+        "heads": (heads, (rows, sizes.channels), (projected.dtype, torch.float32)),
+        "gates": (gates, (rows, 2, value_heads), (torch.float32,)),
+        "state": (state, tuple(state.shape), STATE_DTYPES),
+        "norm_weight": (norm_weight, (value_dim,), WEIGHT_DTYPES),
+        "window": (window, (slots, sizes.channels, kernel), (projected.dtype,)),
+        "position": (position, (lanes,), (torch.int64,)),
+        "counts": (counts, (lanes,), (torch.int64,)),
+    }
+    check_tensors(expected, projected.device)
+    return sizes

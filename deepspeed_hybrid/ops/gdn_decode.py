@@ -35,13 +35,27 @@ class GdnSizes(NamedTuple):
     conv_kernel: int
 
     @property
+    def group(self) -> int:
+        """Value heads that share a key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def keys(self) -> int:
+        """Channels of all keys; of all queries as many."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
     def channels(self) -> int:
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+        return 2 * self.keys + self.values
 
     @property
     def columns(self) -> list[int]:
         """Widths of qkv, z, b and a in ``projected``."""
-        return [self.channels, self.value_heads * self.value_dim, self.value_heads, self.value_heads]
+        return [self.channels, self.values, self.value_heads, self.value_heads]
 
 
 def ring_from_window(window: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -99,10 +113,30 @@ def gdn_decode_reference(
     sizes = checked_sizes(
         projected, window, conv_weight, conv_bias, A_log, dt_bias, state, norm_weight, position, parked, key_heads
     )
-    rows, key_width, dtype = projected.shape[0], sizes.key_heads * sizes.key_dim, projected.dtype
+    rows = projected.shape[0]
     window, state = window[:rows], state[:rows]
-    raw, z, b, a = projected.split(sizes.columns, dim=-1)
+    conv = conv_weight, conv_bias
+    ring, heads = next_heads(projected, window, *conv, position, sizes, rounded_heads)
+    beta, decay = head_gates(projected, A_log, dt_bias, sizes)
+    core, memory = delta_rule(heads, beta, decay, state.float(), sizes)
+    out = gated_core(core, projected, norm_weight, eps, sizes)
+    window.copy_(torch.where(parked[:, None, None], window, ring))
+    state.copy_(torch.where(parked[:, None, None, None], state, memory.to(state.dtype)))
+    return out.masked_fill(parked[:, None], 0.0)
 
+
+def next_heads(
+    projected: torch.Tensor,
+    window: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    position: torch.Tensor,
+    sizes: GdnSizes,
+    rounded_heads: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What conv, activation and norm make of one token a row: the ring with it, and [B, C] fp32, normalised queries
+    and keys and then values."""
+    raw, dtype = projected[:, : sizes.channels], projected.dtype
     column = (position % sizes.conv_kernel)[:, None, None].expand(-1, sizes.channels, 1)
     ring = window.scatter(2, column, raw[:, :, None])
     mixed = (window_from_ring(ring, position + 1).float() * conv_weight.float()).sum(-1)
@@ -110,34 +144,45 @@ def gdn_decode_reference(
     if conv_weight.dtype == dtype:
         mixed = rounded(mixed, dtype)
     mixed = rounded(F.silu(mixed), dtype)
+    heads = mixed[:, : 2 * sizes.keys].reshape(-1, 2 * sizes.key_heads, sizes.key_dim)
+    heads = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + L2_EPS)
+    heads = rounded(heads, dtype) if rounded_heads else heads
+    return ring, torch.cat([heads.flatten(1), mixed[:, 2 * sizes.keys :]], dim=1)
 
-    query, key, value = mixed.split([key_width, key_width, sizes.value_heads * sizes.value_dim], dim=-1)
-    query, key = (_key_heads_for_values(part, sizes, dtype if rounded_heads else None) for part in (query, key))
-    query = query * sizes.key_dim**-0.5
-    value = value.reshape(rows, sizes.value_heads, sizes.value_dim)
 
-    beta, g = (gate[:, 0, :, None] for gate in gdn_gates_reference(b[:, None], a[:, None], A_log, dt_bias, None))
-    memory = state.float() * g.exp()[..., None]
-    delta = (value - (memory * key[..., None]).sum(-2)) * beta
+def head_gates(
+    projected: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, sizes: GdnSizes
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """beta and the decay of the state, both [B, HV] fp32."""
+    b, a = projected.split(sizes.columns, dim=-1)[2:]
+    beta, g = (gate[:, 0] for gate in gdn_gates_reference(b[:, None], a[:, None], A_log, dt_bias, None))
+    return beta, g.exp()
+
+
+def delta_rule(
+    heads: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor, memory: torch.Tensor, sizes: GdnSizes
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a token reads, [B, HV, DV] fp32, and the state [B, HV, DK, DV] fp32 behind it."""
+    query, key, value = heads.split([sizes.keys, sizes.keys, sizes.values], dim=-1)
+    query, key = (
+        part.reshape(-1, sizes.key_heads, sizes.key_dim).repeat_interleave(sizes.group, dim=1) for part in (query, key)
+    )
+    query, value = query * sizes.key_dim**-0.5, value.reshape(-1, sizes.value_heads, sizes.value_dim)
+    memory = memory * decay[..., None, None]
+    delta = (value - (memory * key[..., None]).sum(-2)) * beta[..., None]
     memory = memory + key[..., None] * delta[..., None, :]
-    core = (memory * query[..., None]).sum(-2)
+    return (memory * query[..., None]).sum(-2), memory
 
+
+def gated_core(
+    core: torch.Tensor, projected: torch.Tensor, norm_weight: torch.Tensor, eps: float, sizes: GdnSizes
+) -> torch.Tensor:
+    """RMSNorm of what was read, times its weight and the gate's SiLU: [B, HV * DV] in projected's dtype."""
+    z, dtype = projected[:, sizes.channels : sizes.channels + sizes.values], projected.dtype
     core = rounded(core, dtype)
     normed = rounded(core * torch.rsqrt(core.square().mean(-1, keepdim=True) + eps), dtype)
     out = rounded_product(normed, norm_weight, dtype) * F.silu(z.float()).reshape(core.shape)
-
-    window.copy_(torch.where(parked[:, None, None], window, ring))
-    state.copy_(torch.where(parked[:, None, None, None], state, memory.to(state.dtype)))
-    return out.flatten(1).masked_fill(parked[:, None], 0.0).to(projected.dtype)
-
-
-def _key_heads_for_values(flat: torch.Tensor, sizes: GdnSizes, dtype: torch.dtype | None) -> torch.Tensor:
-    """[B, HK * DK] -> [B, HV, DK]: each head normalised, rounded to ``dtype`` unless that is None, and repeated for
-    the value heads that share it."""
-    heads = flat.reshape(-1, sizes.key_heads, sizes.key_dim)
-    heads = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + L2_EPS)
-    heads = heads if dtype is None else rounded(heads, dtype)
-    return heads.repeat_interleave(sizes.value_heads // sizes.key_heads, dim=1)
+    return out.flatten(1).to(dtype)
 
 
 @torch.library.custom_op("deepspeed_hybrid::gdn_decode", mutates_args=("window", "state"), device_types="cuda")
@@ -251,8 +296,6 @@ def checked_sizes(
     sizes = GdnSizes(key_heads, value_heads, key_dim, value_dim, kernel)
     if channels != sizes.channels:
         raise RuntimeError(f"window must have {sizes.channels} channels to fit state and key_heads, got {channels}")
-    if projected.stride(1) != 1:
-        raise RuntimeError("the last dimension of projected must be contiguous")
     for name, tensor in (("window", window), ("state", state)):
         if tensor.shape[0] < rows:
             raise RuntimeError(f"{name} must have a slot for each of the {rows} rows, got {tensor.shape[0]}")
@@ -269,6 +312,17 @@ def checked_sizes(
         "position": (position, (rows,), (torch.int64,)),
         "parked": (parked, (rows,), (torch.bool,)),
     }
+    check_tensors(expected, projected.device)
+    return sizes
+
+
+def check_tensors(
+    expected: dict[str, tuple[torch.Tensor | None, tuple[int, ...], tuple[torch.dtype, ...]]], device: torch.device
+) -> None:
+    """Refuse a tensor of another dtype, shape, layout or device than these, by its name; None is none.
+
+    All must be contiguous but ``projected``, of which only the last dimension must be.
+    """
     for name, (tensor, shape, dtypes) in expected.items():
         if tensor is None:
             continue
@@ -277,8 +331,10 @@ def checked_sizes(
             raise RuntimeError(f"{name} must be {accepted}, got {tensor.dtype}")
         if tensor.shape != shape:
             raise RuntimeError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
-        if tensor is not projected and not tensor.is_contiguous():
+        if name == "projected":
+            if tensor.stride(1) != 1:
+                raise RuntimeError("the last dimension of projected must be contiguous")
+        elif not tensor.is_contiguous():
             raise RuntimeError(f"{name} must be contiguous, got strides {tensor.stride()}")
-        if tensor.device != projected.device:
-            raise RuntimeError(f"{name} is on {tensor.device}, projected on {projected.device}")
-    return sizes
+        if tensor.device != device:
+            raise RuntimeError(f"{name} is on {tensor.device}, projected on {device}")

@@ -61,6 +61,7 @@ class DecodeOps:
     residual_linear: Callable
     shared_sum: SharedSum
     gdn: Callable
+    gdn_heads: Callable
     gdn_block: Callable
     gdn_commit: Callable
     attention: Callable
@@ -278,24 +279,16 @@ def gdn_decode_step(
         module.conv_kernel_size,
         (module.num_v_heads, module.head_k_dim, module.head_v_dim),
     )
-    norm = module.norm
-    layer = (
-        projected,
-        slots.window,
-        module.conv1d.weight[:, 0],
-        module.conv1d.bias,
-        module.A_log,
-        module.dt_bias,
-        slots.state,
-        norm.weight,
-        getattr(norm, "variance_epsilon", getattr(norm, "eps", None)),
-    )
+    norm, heads = module.norm, module.num_k_heads
+    conv = slots.window, module.conv1d.weight[:, 0], module.conv1d.bias, module.A_log, module.dt_bias
+    last = norm.weight, getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     block = plan.block
     if block is None:
-        return ops.gdn(*layer, plan.before, plan.parked, module.num_k_heads)
+        return ops.gdn(projected, *conv, slots.state, *last, plan.before, plan.parked, heads)
     first = block.positions[0]  # the rows' own positions will have moved on when the block is committed
-    block.commits.append(lambda counts: ops.gdn_commit(*layer, first, counts, module.num_k_heads))
-    return ops.gdn_block(*layer, first, block.counts, module.num_k_heads)
+    tokens = projected, *ops.gdn_heads(projected, *conv, first, block.counts, heads, module.head_k_dim)
+    block.commits.append(lambda counts: ops.gdn_commit(*tokens, slots.window, slots.state, first, counts, heads))
+    return ops.gdn_block(*tokens, slots.state, *last, block.counts, heads)
 
 
 def head_norms(module: nn.Module) -> tuple[Norm | None, Norm | None]:

@@ -1,86 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""gdn_block and gdn_commit on a CPU, and their Triton kernels in the interpreter: as many decode steps."""
+"""gdn_heads, gdn_block and gdn_commit on a CPU, and their Triton kernels in the interpreter: as many decode steps."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 from decode_cases import same_bits
-from gdn_decode_cases import SHAPES, Shape, arguments_of, interpreted, tokens_of
-from glue_cases import poisoned_outputs, slice_of_poison
+from gdn_block_cases import BlockOps, block_of, step_by_step
+from gdn_decode_cases import SHAPES, Shape, interpreted
+from glue_cases import poisoned_outputs
 from tolerances import assert_close
 
-from deepspeed_hybrid.ops.gdn_block import gdn_block, gdn_block_op, gdn_commit, gdn_commit_op
+from deepspeed_hybrid.ops.gdn_block import gdn_block, gdn_commit, gdn_commit_op
 from deepspeed_hybrid.ops.gdn_decode import gdn_decode_reference
+from deepspeed_hybrid.ops.gdn_heads import gdn_heads
 
 SMALL = Shape(1, 2, 8, 16)
 
 
-def block_kernel(**arguments) -> torch.Tensor:
-    from deepspeed_hybrid.ops.triton.gdn_block import launch  # under the interpreter only
+def heads_kernel(*args, **named) -> tuple[torch.Tensor, torch.Tensor]:
+    from deepspeed_hybrid.ops.triton.gdn_heads import launch  # under the interpreter only
 
-    return launch(**arguments)
+    return launch(*args, **named)
 
 
-def commit_kernel(**arguments) -> None:
+def block_kernel(*args, **named) -> torch.Tensor:
+    from deepspeed_hybrid.ops.triton.gdn_block import launch
+
+    return launch(*args, **named)
+
+
+def commit_kernel(*args, **named) -> None:
     from deepspeed_hybrid.ops.triton.gdn_block import launch_commit
 
-    launch_commit(**arguments)
+    launch_commit(*args, **named)
 
 
+KERNELS = BlockOps(heads_kernel, block_kernel, commit_kernel)
 both = pytest.mark.parametrize(
     "ops",
     [
-        (gdn_block, gdn_commit),
-        pytest.param((block_kernel, commit_kernel), marks=[pytest.mark.interpreter, interpreted]),
+        BlockOps(gdn_heads, gdn_block, gdn_commit),
+        pytest.param(KERNELS, marks=[pytest.mark.interpreter, interpreted]),
     ],
     ids=["op", "kernel"],
 )
 
 
-def block_of(shape: Shape, counts: list[int], tokens: int, seed: int = 0, **options) -> dict:
-    """Keyword arguments of a block over as many rows as counts, in the middle of sequences, beside a free slot."""
-    rows = len(counts)
-    arguments = arguments_of(shape, rows, slots=rows + 1, seed=seed, **options)
-    del arguments["parked"]
-    projected = tokens_of(shape, rows, tokens, dtype=arguments["projected"].dtype, seed=seed + 1)
-    projected = projected.transpose(0, 1).flatten(0, 1)
-    arguments["projected"] = slice_of_poison(projected, projected.shape[1] + 5, 2)
-    return arguments | {"counts": torch.tensor(counts, dtype=torch.int64)}
-
-
-def step_by_step(arguments: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Outputs, and window and state behind the counted tokens, of decode steps."""
-    arguments = dict(arguments)
-    counts, position, projected = (arguments.pop(name) for name in ("counts", "position", "projected"))
-    window, state = (arguments.pop(name).clone() for name in ("window", "state"))
-    out = [
-        gdn_decode_reference(
-            projected=rows, window=window, state=state, position=position + index, parked=counts <= index, **arguments
-        )
-        for index, rows in enumerate(projected.split(len(counts)))
-    ]
-    return torch.cat(out), window, state
-
-
-def run(ops: tuple[Callable, Callable], arguments: dict) -> None:
+def run(ops: BlockOps, arguments: dict) -> None:
     """Outputs over poison, and then the slots, are those of decode steps; what is no row's keeps its bits."""
-    block, commit = ops
-    out, window, state = step_by_step(arguments)
+    out, window, state = step_by_step(gdn_decode_reference, arguments)
     before = {name: arguments[name].clone() for name in ("window", "state")}
     counts = arguments["counts"]
     live = torch.arange(len(out) // len(counts))[:, None] < counts
     with poisoned_outputs():
-        mine = block(**arguments)
+        mine = ops.verify(arguments)
     assert mine.dtype == arguments["projected"].dtype and mine.is_contiguous()
     assert (mine.view(*live.shape, -1)[~live] == 0).all()
     assert_close(mine, out)
     assert all(same_bits(arguments[name], old) for name, old in before.items())
-    commit(**arguments)
+    ops.take_over(arguments)
     assert same_bits(arguments["window"], window)
     assert_close(arguments["state"], state)
+    if ops is not KERNELS:
+        assert same_bits(mine, out) and same_bits(arguments["state"], state)
     untouched = torch.cat([counts == 0, torch.tensor([True])])
     assert same_bits(arguments["state"][untouched], before["state"][untouched])
 
@@ -114,14 +99,13 @@ def test_dtypes(ops, dtype, state_dtype):
 @both
 @pytest.mark.parametrize("garbage", [float("nan"), -1e30])
 def test_tokens_that_do_not_count_reach_nothing(ops, garbage):
-    block, commit = ops
     arguments = block_of(SMALL, [0, 2, 4], 4)
     spoilt = {name: value.clone() if name in ("window", "state") else value for name, value in arguments.items()}
     beyond = (torch.arange(4)[:, None] >= arguments["counts"]).flatten()
     spoilt["projected"] = torch.where(beyond[:, None], garbage, arguments["projected"])
-    assert same_bits(block(**spoilt), block(**arguments))
+    assert same_bits(ops.verify(spoilt), ops.verify(arguments))
     for one in (spoilt, arguments):
-        commit(**one)
+        ops.take_over(one)
     assert all(same_bits(spoilt[name], arguments[name]) for name in ("window", "state"))
     assert bool(spoilt["state"].isfinite().all())
 
@@ -136,8 +120,8 @@ def test_rows_of_none_keep_their_bits_whatever_they_hold(ops):
 @both
 def test_nothing_to_do(ops):
     arguments = block_of(SMALL, [], 2)
-    assert ops[0](**arguments).shape == (0, 32)
-    ops[1](**arguments)
+    assert ops.verify(arguments).shape == (0, 32)
+    ops.take_over(arguments)
 
 
 # ---------------------------------------------------------------------------------------------------- dependent launch
@@ -161,10 +145,11 @@ class LateStores:
 
 @pytest.fixture
 def stores(monkeypatch) -> Iterator[LateStores]:
-    from deepspeed_hybrid.ops.triton import dependent, gdn_block
+    from deepspeed_hybrid.ops.triton import dependent, gdn_block, gdn_heads
 
     late = LateStores()
-    monkeypatch.setattr(gdn_block, "pdl", lambda tensor: {"PDL": True, "launch_pdl": True})
+    for module in (gdn_block, gdn_heads):
+        monkeypatch.setattr(module, "pdl", lambda tensor: {"PDL": True, "launch_pdl": True})
     monkeypatch.setattr(dependent, "gdc_launch_dependents", lambda: None)
     monkeypatch.setattr(dependent, "gdc_wait", late.flush)
     return late
@@ -172,55 +157,100 @@ def stores(monkeypatch) -> Iterator[LateStores]:
 
 @pytest.mark.interpreter
 @interpreted
-@pytest.mark.parametrize("kernel", [block_kernel, commit_kernel], ids=["block", "commit"])
-def test_what_the_kernel_before_stores_is_waited_for(stores, kernel):
-    """The products, and how many of them count. A token sees what the one before it made of the state, in any case."""
+def test_what_the_kernel_before_stores_is_waited_for(stores):
+    """Products, positions, counts, heads and gates: each kernel sees them as of the end of the one before it."""
     arguments = block_of(SMALL, [3, 1, 0, 4], 4)
-    out, window, state = step_by_step(arguments)
-    for name in ("projected", "counts"):
-        buffer = arguments[name]
-        stores.delay(buffer, buffer.clone(), torch.full_like(buffer, 1))
-    mine = kernel(**arguments)
-    if kernel is block_kernel:
-        assert_close(mine, out)
-    else:
-        assert same_bits(arguments["window"], window)
-        assert_close(arguments["state"], state)
+    out, window, state = step_by_step(gdn_decode_reference, arguments)
+
+    def late(*names: str, more: tuple[torch.Tensor, ...] = ()) -> None:
+        for buffer in (*(arguments[name] for name in names), *more):
+            stores.delay(buffer, buffer.clone(), torch.full_like(buffer, 1))
+
+    late("projected", "position", "counts")
+    tokens = KERNELS.prepared(arguments)
+    late("counts", more=tokens[1:])
+    layer = {name: arguments[name] for name in ("norm_weight", "eps")}
+    rest = {name: arguments[name] for name in ("state", "counts", "key_heads")}
+    assert_close(KERNELS.block(*tokens, **layer, **rest), out)
+    late("counts", "projected", "position", more=tokens[1:])
+    KERNELS.commit(*tokens, window=arguments["window"], position=arguments["position"], **rest)
+    assert same_bits(arguments["window"], window)
+    assert_close(arguments["state"], state)
 
 
 # -------------------------------------------------------------------------------------------------------------- as ops
 
-
-@pytest.mark.parametrize("op", [gdn_block_op, gdn_commit_op])
-def test_opcheck(op):
-    torch.library.opcheck(op, (), block_of(SMALL, [2, 0, 1], 2))
+OPS = BlockOps(gdn_heads, gdn_block, gdn_commit)
 
 
-@pytest.mark.parametrize("op", [gdn_block, gdn_commit])
-def test_there_is_no_gradient(op):
+@pytest.mark.parametrize("rounded", [False, True])
+def test_opcheck(rounded):
+    arguments = block_of(SMALL, [2, 0, 1], 2, dtype=torch.bfloat16) | {"rounded_heads": rounded}
+
+    def checked(op):
+        def call(*args, **named):
+            torch.library.opcheck(op, args, named)
+            return op(*args, **named)
+
+        return call
+
+    watched = BlockOps(*(checked(op) for op in (gdn_heads, gdn_block, gdn_commit_op)))
+    watched.verify(arguments)
+    watched.take_over(arguments)
+
+
+def test_there_is_no_gradient():
     arguments = block_of(SMALL, [2], 2)
+    tokens = OPS.prepared(arguments)
     arguments["projected"].requires_grad_()
-    with pytest.raises(RuntimeError, match=f"{op.__name__} is for inference and has no gradient"):
-        op(**arguments)
+    with pytest.raises(RuntimeError, match="gdn_heads is for inference and has no gradient"):
+        OPS.prepared(arguments)
+    one, other = BlockOps(lambda *_, **__: tokens[1:], *OPS[1:]), arguments
+    with pytest.raises(RuntimeError, match="gdn_block is for inference and has no gradient"):
+        one.verify(other)
+    with pytest.raises(RuntimeError, match="gdn_commit is for inference and has no gradient"):
+        one.take_over(other)
 
 
 @both
 @pytest.mark.parametrize(
     "name, change, message",
     [
-        ("counts", lambda tensor: tensor.int(), "counts must be contiguous int64"),
-        ("counts", lambda tensor: tensor[:, None], "counts must be contiguous int64"),
-        ("projected", lambda tensor: tensor[:-1], "as many rows for each token as counts, 2"),
+        ("counts", lambda tensor: tensor.int(), "counts must be (contiguous )?int64"),
+        ("counts", lambda tensor: tensor[:, None], "counts must be contiguous int64|counts must have shape"),
+        ("projected", lambda tensor: tensor[:-1], "as many rows for each token as there are lanes, 2"),
         ("projected", lambda tensor: tensor[:, :-1], "projected must have shape"),
         ("state", lambda tensor: tensor.double(), "state must be float32 or bfloat16 or float16"),
-        ("position", lambda tensor: tensor[:1], "position must have shape"),
+        ("state", lambda tensor: tensor[:1], "state must be .* with a slot for each of 2"),
+        ("position", lambda tensor: tensor[:0], "as many rows for each token|position must have shape"),
+        ("position", lambda tensor: tensor.int(), "position must be int64"),
         ("window", lambda tensor: tensor[:1], "window must have a slot for each of the 2 rows"),
+        ("window", lambda tensor: tensor[:, :-1], "channels|window must have shape"),
+        ("heads", lambda tensor: tensor[:, :-1], "heads must have shape"),
+        ("heads", lambda tensor: tensor.half(), "heads must be float32"),
+        ("gates", lambda tensor: tensor[:1], "gates must have shape"),
+        ("norm_weight", lambda tensor: tensor[:-1], "norm_weight must have shape"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(ops, name, change, message):
+    """Of each op that takes the argument; the others are as they should be."""
     arguments = block_of(SMALL, [2, 1], 2)
-    before = arguments["state"].clone()
-    for op in ops:
-        with pytest.raises(RuntimeError, match=message):
-            op(**{**arguments, name: change(arguments[name])})
-    assert same_bits(arguments["state"], before)
+    arguments["projected"] = arguments["projected"][:, : sum(SMALL.columns)].contiguous()
+    before, (projected, heads, gates) = arguments["state"].clone(), ops.prepared(arguments)
+    layer = {
+        key: arguments[key] for key in ("window", "conv_weight", "conv_bias", "A_log", "dt_bias", "position", "counts")
+    }
+    given = {"projected": projected, "key_heads": arguments["key_heads"]}
+    block = given | {"heads": heads, "gates": gates} | {key: arguments[key] for key in ("state", "counts")}
+    calls = [
+        (ops.heads, given | layer | {"key_dim": before.shape[2]}),
+        (ops.block, block | {key: arguments[key] for key in ("norm_weight", "eps")}),
+        (ops.commit, block | {key: arguments[key] for key in ("window", "position")}),
+    ]
+    refused = 0
+    for op, named in calls:
+        if name in named:
+            with pytest.raises(RuntimeError, match=message):
+                op(**named | {name: change(named[name])})
+            refused += 1
+    assert refused and same_bits(arguments["state"], before)

@@ -51,7 +51,8 @@ class Watch(TorchDispatchMode):
 def ops(monkeypatch):
     """The ops themselves, which a CPU otherwise has as references: a dispatcher sees into these."""
     chain = fused_linear.normed_rows, fused_linear.normed_linear, fused_linear.residual_linear
-    mixers = paths.gdn_decode, paths.gdn_block, paths.gdn_commit, paths.attention_decode, paths.attention_block
+    gdn = paths.gdn_decode, paths.gdn_heads, paths.gdn_block, paths.gdn_commit
+    mixers = *gdn, paths.attention_decode, paths.attention_block
     shared = SharedSum(fused_linear.normed_linear, fused_linear.normed_rows)
     both = DecodeOps(*chain, shared, *mixers, paths.embedded_rows, paths.rotary_tables)
     monkeypatch.setattr(paths, "_reference_ops", lambda batch_invariant: both)
@@ -85,8 +86,9 @@ def test_ops_of_a_step(ops, monkeypatch, sampling, choice):
     seen, plain = watch.seen, 4 * len(target.model.layers)  # of a layer two products and two with a residual ...
     assert seen["propose"].total() == 5 + 5 * layers and seen["propose"]["argmax"] == 1
     assert seen["observe"] == {"rotary_tables": 1, "normed_linear": 2, "normed_rows": 1, "draft_context": 1}
-    # ... and a mixer; the embedding, rotary tables and the head; the features
-    assert seen["verify"].total() == plain + len(target.model.layers) + 3 + 1 + seen["verify"]["block_inputs"]
-    assert seen["verify"]["block_inputs"] == 1
+    # ... and a mixer, with what comes before its delta rule; the embedding, rotary tables and the head; the features
+    mixers = len(target.model.layers) + seen["verify"]["gdn_heads"]
+    assert seen["verify"].total() == plain + mixers + 3 + 1 + seen["verify"]["block_inputs"]
+    assert seen["verify"]["block_inputs"] == 1 and seen["verify"]["gdn_heads"] == seen["verify"]["gdn_block"] == 3
     assert seen["accept"].total() == 2 + choice and seen["other"] == {"count_reached": 1}
     assert set(seen["commit"]) == {"gdn_commit"}
