@@ -191,7 +191,7 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
             ops["gdn_gates"],
             chain,
             gathered,
-            prompt_ops(device, cfg.segki_backend, off),
+            prompt_ops(device, cfg.segki_backend, off, cfg.train_consistent),
         ),
         peers=Peers(group, device, replica_of(engine)),
         layers=layers,
@@ -304,7 +304,7 @@ def _reference_ops(batch_invariant: bool) -> DecodeOps:
     return DecodeOps(norm, *products, SharedSum(products[0], norm), *mixers, *rest)
 
 
-def prompt_ops(device: torch.device, backend: str, off: dict[str, str]) -> PromptOps:
+def prompt_ops(device: torch.device, backend: str, off: dict[str, str], train_consistent: bool = False) -> PromptOps:
     """Triton's on CUDA; on a CPU the model's own code, for the very bits of it."""
     if device.type != "cuda":
         return MODELS_OWN
@@ -313,7 +313,9 @@ def prompt_ops(device: torch.device, backend: str, off: dict[str, str]) -> Promp
         off["prompt ops"] = obstacle
         return MODELS_OWN
     attention = rotary_tables, prompt_heads, gated_heads, keep_tokens
-    products = fused_linear.normed_linear, fused_linear.residual_linear
+    products: tuple[Callable, Callable] = fused_linear.normed_linear, fused_linear.residual_linear
+    if train_consistent:
+        products = fused_linear.normed_linear_by_library, fused_linear.residual_linear_by_library
     shared = SharedSum(products[0], fused_linear.normed_rows)  # inboxes would be as large as prompts
     return PromptOps(gdn_conv, gdn_chunks, fused_linear.normed_rows, gated_norm, *attention, *products, shared)
 

@@ -41,6 +41,7 @@ class StepPlan:
     first: bool = False  # the first tokens of their sequences: there is no earlier state
     block: BlockPlan | None = None  # the B rows of a decode step are T lanes each, token by token; None: one token
     only_slot: int | None = None  # the slot of the only row, where the host knows it: keys are read without a copy
+    last_column: bool = False  # nobody asks for anything else of the model: of the last layer it is enough
     ids: torch.Tensor | None = None  # [B, T] int64: the tokens, for who draws on more than the model's cache
 
     def lengths(self) -> torch.Tensor:

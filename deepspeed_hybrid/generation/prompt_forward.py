@@ -50,6 +50,7 @@ def prompt_logits(
         kv_length=kv_length,
         first=start == 0,
         only_slot=only_slot,
+        last_column=True,
         write_positions=positions.masked_fill(~real, cache.capacity - 1),  # where() would copy the number from here
         before=(start - padding).clamp(min=0),
         after=(end - padding).clamp(min=0),

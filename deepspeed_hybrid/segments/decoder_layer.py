@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from deepspeed_hybrid.compat import own_attention
-from deepspeed_hybrid.hung_on import facts, hooks_of
+from deepspeed_hybrid.hung_on import facts, global_hooks, hooks_of
 from deepspeed_hybrid.ops.attention_decode import MAX_HEAD_DIM
 from deepspeed_hybrid.ops.gdn_decode import MAX_CONV_KERNEL
 from deepspeed_hybrid.ops.shared_sum import SharedSum
@@ -202,6 +202,7 @@ def decoder_layer_binding(
     next_norm: Norm,
     prepared: PreparedNorm,
     prompt: PromptOps,
+    ends: bool = False,
 ) -> Binding:
     """Our forward for a layer without an obstacle.
 
@@ -210,6 +211,7 @@ def decoder_layer_binding(
         input_norm, next_norm: this layer's first norm, and the one that its result meets.
         prepared: shared by all layers of the model.
         prompt: the ops of prompts.
+        ends: behind the layer there are a last norm and a head of which a chain has taken the place.
     """
     mixer = next(segment for segment in segments if segment.kind != GLU)
     mlp = next(segment for segment in segments if segment.kind == GLU)
@@ -229,7 +231,8 @@ def decoder_layer_binding(
         next_norm,
     )
     chain = prompt_chain(prompt, mixer.module, prepared.take, prepared.put, input_norm, *halves)
-    forward = partial(layer_forward, layer, ops, prepared, mixer.module, chain, decode, input_norm, inputs, *halves)
+    ahead = layer, ops, prepared, mixer.module, chain, ends, decode
+    forward = partial(layer_forward, *ahead, input_norm, inputs, *halves)
     return Binding(layer, forward, prepared.forget)
 
 
@@ -239,6 +242,7 @@ def layer_forward(
     prepared: PreparedNorm,
     mixer: nn.Module,
     prompt: Callable | None,
+    ends: bool,
     decode: Callable,
     input_norm: Norm,
     inputs: FusedLinear,
@@ -257,7 +261,8 @@ def layer_forward(
     if cache.holder.plan.slots is not None or hidden_states.shape[1] != 1:
         if prompt is None or args or not runs_as_chain(mixer, hidden_states):
             return type(layer).forward(layer, hidden_states, *args, **kwargs)
-        return prompt(hidden_states, **kwargs)
+        watched = layer._forward_hooks or global_hooks()  # by a draft, say, which wants to see all tokens
+        return prompt(hidden_states, last_column=ends and cache.holder.plan.last_column and not watched, **kwargs)
     hidden = hidden_states[:, 0]
     scaled, squares = prepared.take(hidden, input_norm, ops)
     projected = ops.normed_linear(scaled, squares, input_norm.eps, inputs.weight, inputs.bias, False)

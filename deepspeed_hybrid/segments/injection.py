@@ -155,11 +155,9 @@ class Injection:
                 if next_norm is None or next_norm.weight.dtype != input_norm.weight.dtype:
                     next_norm = input_norm  # the layer behind is no chain: nobody takes it
                 segments = [segment for segment in self.segments if segment.layer == index]
-                bindings.append(
-                    decoder_layer_binding(
-                        layer, segments, self.fused, ops, input_norm, next_norm, prepared, self.prompt
-                    )
-                )
+                norms = input_norm, next_norm, prepared
+                ends = behind is decoder.norm and self.unchained[HEAD] is None
+                bindings.append(decoder_layer_binding(layer, segments, self.fused, ops, *norms, self.prompt, ends))
         if self.inputs[EMBEDDING] is None:
             first_norm = rms_norm(decoder.layers[0].input_layernorm)
             bindings.append(embedding_binding(decoder.embed_tokens, first_norm, ops.embedded_rows, prepared))

@@ -30,6 +30,7 @@ def prompt_layer(
     down: HalfEnd,
     next_norm: Norm,
     hidden_states: torch.Tensor,
+    last_column: bool,
     **kwargs,
 ) -> torch.Tensor:
     """[B, T, D] -> [B, T, D], for more rows than few_rows_linear takes: norms are then made whole by their writers.
@@ -38,19 +39,24 @@ def prompt_layer(
         ops: a :class:`~deepspeed_hybrid.segments.prompts.PromptOps` with all that is used here.
         mixer: bound to our forward, which takes ``output`` in place of its output projection.
         take, put: hand prepared norms on from layer to layer.
+        last_column: behind the mixer, only rows' last tokens go on: [B, 1, D] comes out.
     """
-    shape = hidden_states.shape
-    hidden = hidden_states.reshape(-1, shape[-1])
+    rows, tokens, size = hidden_states.shape
+    hidden = hidden_states.reshape(-1, size)
     normed, _ = take(hidden, input_norm, ops)
 
     def end(core: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return output(ops, core.reshape(hidden.shape[0], -1), hidden, mlp_norm)
+        of_tokens = core.reshape(rows, tokens, -1), hidden.view(rows, tokens, size)
+        if last_column:
+            of_tokens = tuple(part[:, -1:].contiguous() for part in of_tokens)
+        inputs, residual = (part.flatten(0, 1) for part in of_tokens)
+        return output(ops, inputs, residual, mlp_norm)
 
-    hidden, normed, squares = mixer(normed.view(shape), output=end, **kwargs)
+    hidden_here, normed, squares = mixer(normed.view(rows, tokens, size), output=end, **kwargs)
     gated = ops.normed_linear(normed, squares, mlp_norm.eps, gate_up.weight, None, True)
-    hidden, normed, squares = down(ops, gated, hidden, next_norm)
-    put(hidden, next_norm, normed, squares)
-    return hidden.view(shape)
+    hidden_here, normed, squares = down(ops, gated, hidden_here, next_norm)
+    put(hidden_here, next_norm, normed, squares)
+    return hidden_here.view(rows, -1, size)
 
 
 def runs_as_chain(mixer: nn.Module, hidden_states: torch.Tensor) -> bool:

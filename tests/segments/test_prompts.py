@@ -37,9 +37,11 @@ from deepspeed_hybrid import HybridEngineRollout, paths
 from deepspeed_hybrid.compat import text_model
 from deepspeed_hybrid.ops.fused_linear import (
     normed_linear,
+    normed_linear_by_library,
     normed_rows,
     normed_rows_reference,
     residual_linear,
+    residual_linear_by_library,
 )
 from deepspeed_hybrid.ops.gated_heads import gated_heads, gated_heads_reference
 from deepspeed_hybrid.ops.gated_norm import gated_norm
@@ -131,6 +133,40 @@ def test_logits_are_hugging_faces(family):
     assert steps_taken == [step] * (steps - 1)
 
 
+@pytest.mark.parametrize("watched", [None, -1, 0])
+def test_behind_the_last_mixer_rows_go_on_with_their_last_tokens_alone(watched):
+    """But where somebody, as a draft does, looks at what comes out of the last layer while a prompt runs."""
+    model = tiny_model()
+    prompts, steps = ragged_prompts([5, 19, 12]), 4
+    oracle = [solo(model, prompt(prompts, row), steps) for row in range(3)]
+    rollout, rows, seen = rollout_of(model), [], []
+    with_ops(rollout)
+    injection, call = rollout._injection, rollout._paths.call
+    original, forward = injection.prompt.residual_linear, call.logits
+
+    def residual_linear(inputs, *args):
+        rows.append(len(inputs))
+        return original(inputs, *args)
+
+    def logits(ids, *args):
+        if watched is None or ids.shape[1] == 1:
+            return forward(ids, *args)
+        layer = text_model(model).layers[watched]
+        hook = layer.register_forward_hook(lambda module, inputs, output: seen.append(tuple(output.shape[:2])))
+        try:
+            return forward(ids, *args)
+        finally:
+            hook.remove()
+
+    injection.prompt = replace(injection.prompt, residual_linear=residual_linear)
+    injection.follow()
+    call.logits = logits
+    assert_same_answers(greedy(rollout, prompts, steps), oracle)
+    layers = len(text_model(model).layers)
+    assert rows == [3 * 19] * (2 * layers) if watched == -1 else rows == [3 * 19] * (2 * layers - 2) + [3, 3]
+    assert seen == ([] if watched is None else [(3, 19)])
+
+
 def test_a_few_rows_go_through_the_layers_own_forward():
     """Their product would leave half of a norm to its reader."""
     model = tiny_model()
@@ -159,6 +195,8 @@ def test_a_gpu_runs_tritons_or_says_why(backend, monkeypatch):
         expected = PromptOps(gdn_conv, gdn_chunks, normed_rows, gated_norm, *attention, *products)
         assert replace(ops, shared_sum=None) == expected and off == {}
         assert (ops.shared_sum.product, ops.shared_sum.norm) == (normed_linear, normed_rows)
+        ops = paths.prompt_ops(torch.device("cuda"), backend, off, train_consistent=True)
+        assert (ops.normed_linear, ops.residual_linear) == (normed_linear_by_library, residual_linear_by_library)
     else:
         assert ops == PromptOps() and off == {"prompt ops": f"segki_backend is {backend!r}"}
     monkeypatch.setattr(paths, "triton_obstacle", lambda: "Triton is not installed")
