@@ -32,8 +32,13 @@ class BlockOps(NamedTuple):
 
     def take_over(self, arguments: dict) -> None:
         """Window and state behind the counted ones."""
-        named = {name: arguments[name] for name in ("window", "state", "position", "counts", "key_heads")}
-        self.commit(*self.prepared(arguments), **named)
+        self.take_over_together([arguments])
+
+    def take_over_together(self, layers: list[dict]) -> None:
+        """The same of layers that have rows in common."""
+        tensors = [(*self.prepared(layer), layer["window"], layer["state"]) for layer in layers]
+        named = {name: layers[0][name] for name in ("position", "counts", "key_heads")}
+        self.commit(*map(list, zip(*tensors, strict=True)), **named)
 
 
 def block_of(shape: Shape, counts: list[int], tokens: int, seed: int = 0, **options) -> dict:

@@ -13,6 +13,21 @@ from deepspeed_hybrid.ops.gdn_decode import ring_order, window_order
 
 
 @dataclass(frozen=True)
+class Uncommitted:
+    """What a recurrent layer has left to do with a block of tokens, of which some will stay."""
+
+    commit: Callable[..., None]  # deepspeed_hybrid.ops.gdn_block.gdn_commit, or its reference
+    tensors: tuple[torch.Tensor, ...]  # of this layer, in the order of its arguments
+    key_heads: int
+
+    @property
+    def kind(self) -> tuple:
+        """Layers for which it is the same are committed together."""
+        facts = ((tensor.shape, tensor.stride(), tensor.dtype) for tensor in self.tensors)
+        return self.commit, self.key_heads, *facts
+
+
+@dataclass(frozen=True)
 class BlockPlan:
     """Several tokens a lane in one decode step, T of them, of which it is not known yet how many will stay."""
 
@@ -20,7 +35,11 @@ class BlockPlan:
     positions: torch.Tensor  # [T, B] int64
     idle: torch.Tensor  # [T, B] bool: tokens that are none: of parked lanes, or beyond a row's limit
     counts: torch.Tensor  # [B] int64: tokens of a lane that are some
-    commits: list[Callable[[torch.Tensor], None]] = field(default_factory=list)  # what recurrent layers left to do
+    commits: list[Uncommitted] = field(default_factory=list)  # what recurrent layers left to do
+
+    def leave(self, commit: Callable[..., None], tensors: tuple[torch.Tensor, ...], key_heads: int) -> None:
+        """Remember a recurrent layer's part until it is known how many tokens stay."""
+        self.commits.append(Uncommitted(commit, tensors, key_heads))
 
 
 @dataclass(frozen=True)

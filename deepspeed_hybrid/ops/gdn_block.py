@@ -9,6 +9,8 @@ is one of :func:`deepspeed_hybrid.ops.gdn_decode.gdn_decode`, in its order of op
 come token by token: row i * B + b is token i of slot b.
 """
 
+from typing import cast
+
 import torch
 
 from deepspeed_hybrid.ops.gdn_decode import (
@@ -47,6 +49,22 @@ def gdn_block_reference(
 
 
 def gdn_commit_reference(
+    projected: list[torch.Tensor],
+    heads: list[torch.Tensor],
+    gates: list[torch.Tensor],
+    window: list[torch.Tensor],
+    state: list[torch.Tensor],
+    position: torch.Tensor,
+    counts: torch.Tensor,
+    key_heads: int,
+) -> None:
+    """What :func:`gdn_commit` does, in plain torch on any device."""
+    sizes = checked_commit(projected, heads, gates, window, state, position, counts, key_heads)
+    for layer in zip(projected, heads, gates, window, state, strict=True):
+        _commit_layer(*layer, position, counts, cast(GdnSizes, sizes))
+
+
+def _commit_layer(
     projected: torch.Tensor,
     heads: torch.Tensor,
     gates: torch.Tensor,
@@ -54,11 +72,9 @@ def gdn_commit_reference(
     state: torch.Tensor,
     position: torch.Tensor,
     counts: torch.Tensor,
-    key_heads: int,
+    sizes: GdnSizes,
 ) -> None:
-    """What :func:`gdn_commit` does, in plain torch on any device."""
-    sizes = checked_block(projected, heads, gates, state, counts, key_heads, window=window, position=position)
-    lanes, kernel = counts.numel(), window.shape[2]
+    lanes, kernel = counts.numel(), sizes.conv_kernel
     _, memory = _scan(heads, gates, state, counts, sizes)
     state[:lanes] = torch.where(counts[:, None, None, None] > 0, memory, state[:lanes])
     for index, rows in enumerate(projected[:, : sizes.channels].split(lanes) if lanes else ()):
@@ -123,11 +139,11 @@ def _(projected, heads, gates, state, norm_weight, eps, counts, key_heads) -> to
 
 @torch.library.custom_op("deepspeed_hybrid::gdn_commit", mutates_args=("window", "state"), device_types="cuda")
 def gdn_commit_op(
-    projected: torch.Tensor,
-    heads: torch.Tensor,
-    gates: torch.Tensor,
-    window: torch.Tensor,
-    state: torch.Tensor,
+    projected: list[torch.Tensor],
+    heads: list[torch.Tensor],
+    gates: list[torch.Tensor],
+    window: list[torch.Tensor],
+    state: list[torch.Tensor],
     position: torch.Tensor,
     counts: torch.Tensor,
     key_heads: int,
@@ -144,30 +160,55 @@ refuse_gradients(gdn_block, "gdn_block")
 
 
 def gdn_commit(
-    projected: torch.Tensor,
-    heads: torch.Tensor,
-    gates: torch.Tensor,
-    window: torch.Tensor,
-    state: torch.Tensor,
+    projected: list[torch.Tensor],
+    heads: list[torch.Tensor],
+    gates: list[torch.Tensor],
+    window: list[torch.Tensor],
+    state: list[torch.Tensor],
     position: torch.Tensor,
     counts: torch.Tensor,
     key_heads: int,
 ) -> None:
-    """Window and state, in place, behind each row's first ``counts`` tokens; rows of none keep their bits.
+    """Windows and states of layers, in place, behind each row's first ``counts`` tokens; rows of none keep their bits.
 
-    On CUDA this is one launch without a host sync, in which every state is read once and written once. The state may
-    be read ahead of the end of the kernel before, and must not be of its making.
+    On CUDA this is one launch for up to 64 layers, without a host sync, in which every state is read and written once.
+    States may be read ahead of the end of the kernel before, and must not be of its making.
 
     Args:
-        projected: [T * B, N], here for what enters the window.
-        window: [S, C, K] ring in projected's dtype, as of gdn_decode; updated.
+        projected, heads, gates, state: of each layer, as of :func:`gdn_block`; projected for what enters the window.
+            Layers have the same sizes and dtypes.
+        window: [S, C, K] rings in projected's dtype, as of gdn_decode; updated.
         position: [B] int64, the first token's place in its sequence.
         counts: [B] int64, 0 to T: tokens to take over.
+        key_heads: as of gdn_decode.
 
-    The other arguments, and what is raised, are those of :func:`gdn_block`.
+    Raises:
+        RuntimeError: an argument of another dtype, shape, layout or device, or layers that differ; nothing changed.
     """
-    refuse_recording("gdn_commit", projected, heads, gates, window, state)
+    refuse_recording("gdn_commit", *projected, *heads, *gates, *window, *state)
     gdn_commit_op(projected, heads, gates, window, state, position, counts, key_heads)
+
+
+def checked_commit(
+    projected: list[torch.Tensor],
+    heads: list[torch.Tensor],
+    gates: list[torch.Tensor],
+    window: list[torch.Tensor],
+    state: list[torch.Tensor],
+    position: torch.Tensor,
+    counts: torch.Tensor,
+    key_heads: int,
+) -> GdnSizes | None:
+    """The sizes of all layers, None where there are none; or a RuntimeError that names what does not fit."""
+    if len({len(tensors) for tensors in (projected, heads, gates, window, state)}) != 1:
+        raise RuntimeError("projected, heads, gates, window and state must be of the same layers")
+    sizes, facts = None, set()
+    for rows, of_heads, of_gates, ring, memory in zip(projected, heads, gates, window, state, strict=True):
+        sizes = checked_block(rows, of_heads, of_gates, memory, counts, key_heads, window=ring, position=position)
+        facts.add((sizes, rows.shape, rows.stride(0), rows.dtype, of_heads.dtype, memory.dtype))
+    if len(facts) > 1:
+        raise RuntimeError("layers that are committed together must have the same sizes and dtypes")
+    return sizes
 
 
 def checked_block(

@@ -290,9 +290,9 @@ def gdn_decode_step(
     block = plan.block
     if block is None:
         return ops.gdn(projected, *conv, slots.state, *last, plan.before, plan.parked, heads)
-    first = block.positions[0]  # the rows' own positions will have moved on when the block is committed
-    tokens = projected, *ops.gdn_heads(projected, *conv, first, block.counts, heads, module.head_k_dim)
-    block.commits.append(lambda counts: ops.gdn_commit(*tokens, slots.window, slots.state, first, counts, heads))
+    heads_of = projected, *conv, block.positions[0], block.counts, heads, module.head_k_dim
+    tokens = projected, *ops.gdn_heads(*heads_of)
+    block.leave(ops.gdn_commit, (*tokens, slots.window, slots.state), heads)
     return ops.gdn_block(*tokens, slots.state, *last, block.counts, heads)
 
 

@@ -11,7 +11,7 @@ so that the state is what as many of them leave.
 
 import torch
 
-from deepspeed_hybrid.cache.layers import BlockPlan, StepPlan
+from deepspeed_hybrid.cache.layers import BlockPlan, StepPlan, Uncommitted
 from deepspeed_hybrid.cache.slot_cache import SlotCache
 from deepspeed_hybrid.compat import ModelCall
 from deepspeed_hybrid.generation.state import DecodeState
@@ -53,5 +53,10 @@ def verify(
 
 def commit(block: BlockPlan, counts: torch.Tensor) -> None:
     """Take over the first ``counts`` [B] int64 tokens of every lane into conv windows and recurrent states."""
-    for take_over in block.commits:
-        take_over(counts)
+    alike: dict[tuple, list[Uncommitted]] = {}
+    for layer in block.commits:
+        alike.setdefault(layer.kind, []).append(layer)
+    first = block.positions[0]  # the rows' own positions have moved on by now
+    for layers in alike.values():
+        tensors = (list(of_layers) for of_layers in zip(*(layer.tensors for layer in layers), strict=True))
+        layers[0].commit(*tensors, first, counts, layers[0].key_heads)

@@ -118,6 +118,38 @@ def test_rows_of_none_keep_their_bits_whatever_they_hold(ops):
 
 
 @both
+@pytest.mark.parametrize("at_once", [64, 2])
+def test_layers_are_committed_together(ops, at_once, monkeypatch):
+    """Each with its own numbers; tokens that do not stay, and free slots, as ever."""
+    if ops is KERNELS:
+        from deepspeed_hybrid.ops.triton import gdn_block as kernels
+
+        monkeypatch.setattr(kernels, "MOST_LAYERS", at_once)
+    layers = [block_of(SMALL, [3, 0, 2], 4, seed=10 * layer) for layer in range(3)]
+    for name in ("position", "counts"):
+        for layer in layers:
+            layer[name] = layers[0][name]
+    expected = [step_by_step(gdn_decode_reference, layer)[1:] for layer in layers]
+    free = [layer["state"][-1].clone() for layer in layers]
+    ops.take_over_together(layers)
+    for layer, (window, state), untouched in zip(layers, expected, free, strict=True):
+        assert same_bits(layer["window"], window) and same_bits(layer["state"][-1], untouched)
+        assert_close(layer["state"], state)
+
+
+@both
+def test_layers_that_differ_are_not_committed_together(ops):
+    one, other = block_of(SMALL, [1], 2), block_of(Shape(1, 1, 8, 32), [1], 2)
+    before = [layer["state"].clone() for layer in (one, other)]
+    with pytest.raises(RuntimeError, match="must have the same sizes and dtypes"):
+        ops.take_over_together([one, other])
+    tensors = [[tensor] for tensor in (*ops.prepared(one), one["window"], one["state"])]
+    with pytest.raises(RuntimeError, match="must be of the same layers"):
+        ops.commit(*tensors[:4], 2 * tensors[4], one["position"], one["counts"], one["key_heads"])
+    assert all(same_bits(layer["state"], old) for layer, old in zip((one, other), before, strict=True))
+
+
+@both
 def test_nothing_to_do(ops):
     arguments = block_of(SMALL, [], 2)
     assert ops.verify(arguments).shape == (0, 32)
@@ -173,7 +205,8 @@ def test_what_the_kernel_before_stores_is_waited_for(stores):
     rest = {name: arguments[name] for name in ("state", "counts", "key_heads")}
     assert_close(KERNELS.block(*tokens, **layer, **rest), out)
     late("counts", "projected", "position", more=tokens[1:])
-    KERNELS.commit(*tokens, window=arguments["window"], position=arguments["position"], **rest)
+    slots = [[arguments[name]] for name in ("window", "state")]
+    KERNELS.commit(*([one] for one in tokens), *slots, arguments["position"], arguments["counts"], rest["key_heads"])
     assert same_bits(arguments["window"], window)
     assert_close(arguments["state"], state)
 
@@ -240,12 +273,16 @@ def test_arguments_that_do_not_fit_are_named(ops, name, change, message):
     layer = {
         key: arguments[key] for key in ("window", "conv_weight", "conv_bias", "A_log", "dt_bias", "position", "counts")
     }
+
+    def committed(position, counts, key_heads, **named):
+        ops.commit(position=position, counts=counts, key_heads=key_heads, **{key: [one] for key, one in named.items()})
+
     given = {"projected": projected, "key_heads": arguments["key_heads"]}
     block = given | {"heads": heads, "gates": gates} | {key: arguments[key] for key in ("state", "counts")}
     calls = [
         (ops.heads, given | layer | {"key_dim": before.shape[2]}),
         (ops.block, block | {key: arguments[key] for key in ("norm_weight", "eps")}),
-        (ops.commit, block | {key: arguments[key] for key in ("window", "position")}),
+        (committed, block | {key: arguments[key] for key in ("window", "position")}),
     ]
     refused = 0
     for op, named in calls:

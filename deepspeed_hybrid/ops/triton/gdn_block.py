@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from deepspeed_hybrid.ops.gdn_block import checked_block
+from deepspeed_hybrid.ops.gdn_block import checked_block, checked_commit
 from deepspeed_hybrid.ops.gdn_decode import GdnSizes
 from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
 from deepspeed_hybrid.ops.triton.gdn_decode import _sigmoid
@@ -18,23 +18,30 @@ from deepspeed_hybrid.ops.triton.rounding import rounded, rounded_if
 # groups of eight threads do here.
 COLUMNS = 32
 NORM_TILE = 2048  # elements of a program of the norm
+MOST_LAYERS = 64  # of a launch: each has five addresses among its parameters, of which 4 KiB are sure
 
 
-# Only states are read in vectors.
-@triton.jit(
-    do_not_specialize=["projected_stride"],
-    do_not_specialize_on_alignment=["heads", "gates", "counts", "core", "projected", "window", "position"],
-)
+@triton.jit
+def _of_layer(tensors, layer, LAYERS: tl.constexpr):
+    """One of a tuple's pointers, by a number that is not known before."""
+    chosen = tensors[0]
+    for index in tl.static_range(1, LAYERS):
+        chosen = tl.where(layer == index, tensors[index], chosen)
+    return chosen
+
+
+@triton.jit(do_not_specialize=["projected_stride"], do_not_specialize_on_alignment=["counts", "core", "position"])
 def gdn_block_kernel(
-    heads,
-    gates,
-    state,
+    all_heads,
+    all_gates,
+    all_states,
     counts,
     core,
-    projected,
+    all_projected,
     projected_stride,
-    window,
+    all_windows,
     position,
+    LAYERS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -44,9 +51,10 @@ def gdn_block_kernel(
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program for a row and some columns of a value head, whose state stays in registers over all tokens.
+    """One program for a row and some columns of a value head of a layer, whose state stays in registers over all
+    tokens.
 
-    What tokens read goes to ``core``, where there is one; where there is a window, it and the state are written. A
+    What tokens read goes to ``core``, where there is one; where there are windows, they and the states are written. A
     token's vectors are asked for while the one before it is at work.
     """
     announce(PDL)
@@ -62,6 +70,10 @@ def gdn_block_kernel(
     key_head = head // GROUP
     within, column = tl.arange(0, TILE), split * COLUMNS + tl.arange(0, COLUMNS)
     key_mask, value_mask = within < KEY_DIM, column < VALUE_DIM
+
+    layer = tl.program_id(2)
+    heads, gates = _of_layer(all_heads, layer, LAYERS), _of_layer(all_gates, layer, LAYERS)
+    state = _of_layer(all_states, layer, LAYERS)
 
     # Older than this step, and so asked for ahead of the end of the kernel before.
     state_place = state + (row * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM)
@@ -102,14 +114,15 @@ def gdn_block_kernel(
             core_place += lanes * VALUES
         memory = memory.to(state.dtype.element_ty).to(tl.float32)  # as the next step finds it
 
-    if window is not None:
+    if all_windows is not None:
         if count > 0:
             tl.store(state_place, memory.to(state.dtype.element_ty), mask=state_mask)
         # The last tokens into the window: values by whose they are, queries and keys in shares by the first head.
         SHARE: tl.constexpr = (TILE + SPLITS - 1) // SPLITS
         mine = key_mask & (within // SHARE == split) & (head % GROUP == 0)
         start = (tl.load(position + row) % CONV_KERNEL).to(tl.int32)
-        ring = window + row * (CHANNELS * CONV_KERNEL)
+        ring = _of_layer(all_windows, layer, LAYERS) + row * (CHANNELS * CONV_KERNEL)
+        projected = _of_layer(all_projected, layer, LAYERS)
         for back in tl.static_range(0, CONV_KERNEL):
             index = count - 1 - back
             there = projected + (index * lanes + row) * projected_stride
@@ -181,7 +194,7 @@ def launch(
     if not out.numel():
         return out
     core, heads_in_all = torch.empty_like(out), projected.shape[0] * sizes.value_heads
-    _scan(sizes, counts.numel(), heads, gates, state, counts, core, None, 0, None, None)
+    _scan(sizes, [heads], [gates], [state], counts, core, None, None, None)
     tile = triton.next_power_of_2(sizes.value_dim)
     heads_a_program = max(1, NORM_TILE // max(tile, 32))
     with torch.cuda.device_of(projected):  # Triton launches on the current device
@@ -207,47 +220,49 @@ def launch(
 
 
 def launch_commit(
-    projected: torch.Tensor,
-    heads: torch.Tensor,
-    gates: torch.Tensor,
-    window: torch.Tensor,
-    state: torch.Tensor,
+    projected: list[torch.Tensor],
+    heads: list[torch.Tensor],
+    gates: list[torch.Tensor],
+    window: list[torch.Tensor],
+    state: list[torch.Tensor],
     position: torch.Tensor,
     counts: torch.Tensor,
     key_heads: int,
 ) -> None:
-    """``gdn_commit`` through the kernel."""
-    sizes = checked_block(projected, heads, gates, state, counts, key_heads, window=window, position=position)
-    if projected.numel():
-        entering = projected, projected.stride(0), window, position
-        _scan(sizes, counts.numel(), heads, gates, state, counts, None, *entering)
+    """``gdn_commit`` through the kernel, all layers in one launch."""
+    sizes = checked_commit(projected, heads, gates, window, state, position, counts, key_heads)
+    if sizes is None or not projected[0].numel():
+        return
+    for first in range(0, len(state), MOST_LAYERS):
+        some = slice(first, first + MOST_LAYERS)
+        _scan(sizes, heads[some], gates[some], state[some], counts, None, projected[some], window[some], position)
 
 
 def _scan(
     sizes: GdnSizes,
-    lanes: int,
-    heads: torch.Tensor,
-    gates: torch.Tensor,
-    state: torch.Tensor,
+    heads: list[torch.Tensor],
+    gates: list[torch.Tensor],
+    state: list[torch.Tensor],
     counts: torch.Tensor,
     core: torch.Tensor | None,
-    projected: torch.Tensor | None,
-    projected_stride: int,
-    window: torch.Tensor | None,
+    projected: list[torch.Tensor] | None,
+    window: list[torch.Tensor] | None,
     position: torch.Tensor | None,
 ) -> None:
     columns = min(COLUMNS, triton.next_power_of_2(sizes.value_dim))
-    with torch.cuda.device_of(heads):  # Triton launches on the current device
-        gdn_block_kernel[(sizes.value_heads * triton.cdiv(sizes.value_dim, columns), lanes)](
-            heads,
-            gates,
-            state,
+    splits = triton.cdiv(sizes.value_dim, columns)
+    with torch.cuda.device_of(counts):  # Triton launches on the current device
+        gdn_block_kernel[(sizes.value_heads * splits, counts.numel(), len(state))](
+            tuple(heads),
+            tuple(gates),
+            tuple(state),
             counts,
             core,
-            projected,
-            projected_stride,
-            window,
+            None if projected is None else tuple(projected),
+            0 if projected is None else projected[0].stride(0),
+            None if window is None else tuple(window),
             position,
+            LAYERS=len(state),
             KEY_HEADS=sizes.key_heads,
             VALUE_HEADS=sizes.value_heads,
             KEY_DIM=sizes.key_dim,
@@ -255,6 +270,6 @@ def _scan(
             CONV_KERNEL=sizes.conv_kernel,
             TILE=triton.next_power_of_2(sizes.key_dim),
             COLUMNS=columns,
-            **pdl(heads),
+            **pdl(counts),
             num_warps=1,
         )

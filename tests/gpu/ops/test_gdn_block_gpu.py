@@ -76,6 +76,16 @@ def test_blocks_in_turn_without_waiting():
         assert same_bits(layer["state"], state)
 
 
+def test_layers_are_committed_together():
+    layers = [cuda_block(REAL, [4, 0, 2], 4, dtype=torch.bfloat16, seed=seed) for seed in range(24)]
+    for layer in layers:
+        layer["position"] = layers[0]["position"]
+    expected = [step_by_step(alone, layer)[1:] for layer in layers]
+    OPS.take_over_together(layers)
+    for layer, (window, state) in zip(layers, expected, strict=True):
+        assert same_bits(layer["window"], window) and same_bits(layer["state"], state)
+
+
 def test_replays_of_a_graph():
     """Counts, positions and products change between replays; the slots go on."""
     arguments = cuda_block(REAL, [4, 2, 0, 3], 4, dtype=torch.bfloat16)
