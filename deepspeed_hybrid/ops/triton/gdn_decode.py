@@ -173,7 +173,6 @@ def gdn_decode_kernel(
     tl.store(window + channel * CONV_KERNEL + now, raw, mask=writer)
     q, k, v, gate = _parts(_activated(total, convolved, conv_weight.dtype.element_ty, raw.dtype), TILE)
 
-    q = rounded_if(ROUNDED, q * tl.rsqrt(tl.sum(q * q) + L2_EPSILON), raw.dtype) * (KEY_DIM**-0.5)
     k = rounded_if(ROUNDED, k * tl.rsqrt(tl.sum(k * k) + L2_EPSILON), raw.dtype)
 
     memory *= tl.exp(-rate * _softplus(a))
@@ -181,6 +180,9 @@ def gdn_decode_kernel(
     memory += k[:, None] * delta[None, :]
     tl.store(state_place, memory.to(state.dtype.element_ty), mask=state_mask, eviction_policy=EVICTION)
 
+    # Here and not with k: its way through shared memory keeps the state's stores ahead of all that follows. With both
+    # above, Triton moves that up, and the assembler then puts the stores behind the sum.
+    q = rounded_if(ROUNDED, q * tl.rsqrt(tl.sum(q * q) + L2_EPSILON), raw.dtype) * (KEY_DIM**-0.5)
     core = tl.sum(memory * q[:, None], axis=0)
     normed = _normalised(core, VALUE_DIM, eps, norm, norm_weight.dtype.element_ty, raw.dtype)
     tl.store(out_place, (normed * gate).to(out.dtype.element_ty), mask=value_mask)
