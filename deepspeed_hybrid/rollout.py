@@ -14,7 +14,6 @@ from deepspeed.runtime.rollout.base import SamplingConfig as BaseSamplingConfig
 from deepspeed.utils import logger
 
 from deepspeed_hybrid.agreement import agreed_job
-from deepspeed_hybrid.autotp import check_head
 from deepspeed_hybrid.compat import attention_configs, bind_torch_gdn_without_gpu, dense_mask_attention
 from deepspeed_hybrid.config import HybridEngineRolloutConfig
 from deepspeed_hybrid.generation.arena import Arena
@@ -313,8 +312,7 @@ class HybridEngineRollout(RolloutEngine):
         """Plan and fuse anew, and drop the graphs, where anything about the model has changed."""
         if self._seen is None or not self._seen.is_same():
             self._seen = None  # until all that follows has come to its end
-            with self._injection.bare():  # an engine's own hooks say nothing
-                check_head(self._paths.call.model, self._paths.call.shard)
+            self._paths.check_model(self.engine)
             self._changes += 1
             self._unfit = True
             self._injection.replan()

@@ -25,7 +25,7 @@ from deepspeed_hybrid.generation.capacity import (
     state_bytes,
 )
 from deepspeed_hybrid.generation.sampling import SamplingKind
-from deepspeed_hybrid.job import AUTO_SHARE, fewer_slots
+from deepspeed_hybrid.job import AUTO_SHARE, most_slots
 
 LENGTHS, SAMPLES, NEW_TOKENS = [3, 11, 1, 7], 3, 9
 
@@ -226,11 +226,22 @@ def test_auto_takes_one_row_with_nothing_to_spare(bench):
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
-@given(slots=st.integers(1, 200))
-def test_fewer_slots_fill_their_lanes(slots):
-    counts = list(fewer_slots(slots))
-    assert counts == sorted(counts, reverse=True) and all(slot_bucket(count) == count < slots for count in counts)
-    assert not counts or (counts[-1] == 1 and slot_bucket(counts[0] + 1) >= slots)
+@given(most=st.integers(0, 200), limit=st.integers(0, 210))
+def test_most_slots_that_fit(most, limit):
+    assert most_slots(most, lambda count: count <= limit) == min(most, limit)
+
+
+@pytest.mark.parametrize("slots", [None, "auto", 2**40])
+def test_an_absurd_number_of_rows_is_looked_at_a_few_times_alone(bench, slots):
+    """Counting them down one by one would take days."""
+    rollout = limited(bench.model, 10**8)
+    arena, asked = rollout._arena, []
+    counted = arena.needed
+    arena.needed = lambda *call: asked.append(call) or counted(*call)
+    with pytest.raises(ValueError, match="free on cpu; (not even one|a continuous_batch_size of 1 would fit)"):
+        ask(rollout, bench, slots, samples=2**30)
+    assert len(asked) < 500
+    assert_untouched(rollout)
 
 
 # ---------------------------------------------------------------------------------------- other kinds on kept buffers
