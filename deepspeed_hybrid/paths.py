@@ -116,8 +116,8 @@ class Paths:
             check_head(self.call.model, self.call.shard)
         if device != self.device:
             raise ValueError(
-                f"model is on {device} and was on {self.device} when this rollout was made: move it back, or make a new "
-                "HybridEngineRollout"
+                f"model is on {device} and was on {self.device} when this rollout was made: move it back, or make a "
+                "new HybridEngineRollout"
             )
 
     def describe(self) -> str:

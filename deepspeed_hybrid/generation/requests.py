@@ -222,8 +222,7 @@ def _require(name: str, value: object, accepted: bool, what: str) -> None:
 
 
 def _is_penalty(value: object) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and SMALLEST <= value <= LARGEST
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and SMALLEST <= value <= LARGEST
 
 
 def refuse_processors(generation_config) -> None:
