@@ -329,3 +329,15 @@ def test_generate_after_shutdown():
     for call in (rollout.generate, rollout.generate_iter):
         with pytest.raises(RuntimeError, match="shutdown"):
             call(RolloutRequest(*ragged_prompts([3])), SamplingConfig(max_new_tokens=2))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_sync_after_shutdown_takes_no_memory(make_engine, stage):
+    """Under ZeRO-3 it would gather every weight, for nobody."""
+    rollout = HybridEngineRollout(make_engine(tiny_model("qwen3").train(), stage=stage), Tokenizer())
+    greedy(rollout, ragged_prompts([3]), 2)
+    rollout.shutdown()
+    for sync in (rollout.sync_segki_weights, lambda: rollout.sync_weights(1)):
+        with pytest.raises(RuntimeError, match="a sync was asked for after shutdown"):
+            sync()
+    assert rollout.memory_report()["packed_weights"] == 0
