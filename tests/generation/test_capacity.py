@@ -170,6 +170,17 @@ def test_what_fits_without_a_kept_prompt_runs_without_one(bench, slots):
     assert rollout._paths.call.forwards > len(LENGTHS)
 
 
+def test_what_is_asked_for_as_capacity_is_what_has_to_fit(bench):
+    rollout = limited(bench.model, needed(bench, 12))
+    roomy = rollout_of(bench.model, continuous_cache_capacity=640)
+    roomy._arena.device_free = rollout._arena.device_free
+    with pytest.raises(ValueError, match="for slots of 640 tokens"):
+        ask(roomy, bench, None)
+    assert_untouched(roomy)
+    assert_same_answers(ask(roomy, bench, "auto"), bench.oracle, SAMPLES)
+    assert roomy._arena.cache.capacity == 640 and roomy.get_last_continuous_stats()["slots"] < 12
+
+
 def test_exactly_enough_is_enough(bench):
     rollout = limited(bench.model, needed(bench, 12))
     assert_same_answers(ask(rollout, bench, None), bench.oracle, SAMPLES)
