@@ -341,7 +341,7 @@ class HybridEngineRollout(RolloutEngine):
         ``masks`` a mask that is kept, ``packed_weights`` copies of weights; with a draft model also ``draft_keys``,
         ``draft_values``, ``draft_weights`` of the copy that serves, and an MTP head's ``draft_hidden``.
         """
-        mask = self._paths.call.kept_mask
+        mask, arena = self._paths.call.kept_mask, self._arena
         others = {"masks": 0 if mask is None else mask.nbytes, "packed_weights": self._injection.packed_bytes}
         if self._speculation is not None:
             others["draft_weights"] = self._speculation.drafter.weight_bytes
