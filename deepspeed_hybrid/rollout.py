@@ -345,12 +345,7 @@ class HybridEngineRollout(RolloutEngine):
         others = {"masks": 0 if mask is None else mask.nbytes, "packed_weights": self._injection.packed_bytes}
         if self._speculation is not None:
             others["draft_weights"] = self._speculation.drafter.weight_bytes
-        return {
-            **self._arena.bytes_by_kind(),
-            **self._arena.graph_bytes(),
-            **others,
-            "state_dtype": self.cfg.state_dtype,
-        }
+        return {**arena.bytes_by_kind(), **arena.graph_bytes(), **others, "state_dtype": self.cfg.state_dtype}
 
     def get_last_profile(self) -> dict | None:
         """Times (ms) and rates of the last ``generate()``; None unless ``enable_profiling``."""
