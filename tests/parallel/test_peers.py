@@ -16,7 +16,9 @@ from tensor_parallel_cases import PROMPTS, answer, engine_over, hybrid, plain, r
 from deepspeed_hybrid import RolloutRequest, SamplingConfig
 from deepspeed_hybrid.generation import peers
 from deepspeed_hybrid.generation.arena import PLAIN
+from deepspeed_hybrid.generation.capacity import ANSWER_BYTES
 from deepspeed_hybrid.generation.graph import GraphRunner
+from deepspeed_hybrid.job import AUTO_SHARE
 from deepspeed_hybrid.ops.collectives import post, posted
 
 pytestmark = pytest.mark.xdist_group("two_ranks")
@@ -98,6 +100,28 @@ def unlike_memory() -> list[int]:
 
 def test_peers_make_room_alike(ranks):
     assert ranks.run(f"{HERE}:unlike_memory") == [[16, 64]] * 2
+
+
+def unlike_room(slots: int | str) -> list:
+    """Rank 0 has memory for two slots: with a share to spare, or not even for a prompt that samples wait for."""
+    rollout, arena = rollout_with_graphs()
+    asked = dict(temperature=0.0, n_samples_per_prompt=3)
+    before = tokens_of(answer(rollout, 6, **asked))
+    rollout.release_memory()
+    tokens = max(PROMPTS) + 6
+    least = arena.needed(2, tokens) + 3 * len(PROMPTS) * 6 * ANSWER_BYTES
+    enough = least if slots == 2 else int((least + arena.slot_bytes(tokens)) / AUTO_SHARE) + 1
+    arena.device_free = lambda: 10**12 if rank() == 1 else enough
+    forwards = rollout._paths.call.forwards
+    after = tokens_of(answer(rollout, 6, continuous_batch_size=slots, **asked))
+    taken = rollout.get_last_continuous_stats()["slots"]
+    return [after == before, taken, rollout._paths.call.forwards - forwards]
+
+
+@pytest.mark.parametrize("slots", ["auto", 2])
+def test_peers_take_as_many_slots_and_keep_as_many_prompts(ranks, slots):
+    first, second = ranks.run(f"{HERE}:unlike_room", slots=slots)
+    assert first == second and first[:2] == [True, 2]
 
 
 # --------------------------------------------------------------------------------------------------------------- seeds
