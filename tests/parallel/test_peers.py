@@ -135,7 +135,8 @@ def drawn_seeds(shared: bool) -> list:
     free = [tokens_of(rollout.generate(request, SamplingConfig(**options))) for _ in range(2)]
     seeded = [tokens_of(rollout.generate(request, SamplingConfig(**options, seed=seed))) for seed in (7, -7, 7)]
     assert free[0] != free[1] and seeded[0] != seeded[1] and seeded[0] == seeded[2]
-    return [free, seeded[0]]
+    drawn = rollout._agree(request, SamplingConfig(**options)).plan.seed
+    return [free, seeded[0], drawn]  # whose head ranks share, they choose alike whatever their seeds
 
 
 def test_peers_draw_the_same_noise(ranks):
@@ -146,6 +147,7 @@ def test_peers_draw_the_same_noise(ranks):
 def test_replicas_draw_noise_of_their_own(replicas):
     """Also where their generators, or the seeds that they are given, are the same."""
     first, second = replicas.run(f"{HERE}:drawn_seeds", shared=False)
+    assert first[2] != second[2]
     for one, other in zip([*first[0], first[1]], [*second[0], second[1]], strict=True):
         assert all(row != row_of_other for row, row_of_other in zip(one, other, strict=True))
 
