@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from models import FAMILIES, VOCAB, ragged_prompts, solo, tiny_model
 
 from deepspeed_hybrid import RolloutRequest, SamplingConfig
-from deepspeed_hybrid.generation import capacity
+from deepspeed_hybrid.generation import capacity, loop
 from deepspeed_hybrid.generation.arena import slot_bucket
 from deepspeed_hybrid.generation.capacity import (
     SlotBytes,
@@ -24,6 +24,7 @@ from deepspeed_hybrid.generation.capacity import (
     readable,
     state_bytes,
 )
+from deepspeed_hybrid.generation.prefill import prefill
 from deepspeed_hybrid.generation.sampling import SamplingKind
 from deepspeed_hybrid.job import AUTO_SHARE, most_slots
 
@@ -164,10 +165,12 @@ def test_where_not_even_one_row_fits(bench, slots):
 
 
 @pytest.mark.parametrize("slots", [1, "auto", 5])
-def test_what_fits_without_a_kept_prompt_runs_without_one(bench, slots):
+def test_what_fits_without_a_kept_prompt_runs_without_one(bench, slots, monkeypatch):
+    prompts = []
+    monkeypatch.setattr(loop, "prefill", lambda *args, **options: prompts.extend(args[3]) or prefill(*args, **options))
     rollout = limited(bench.model, needed(bench, 1 if slots == "auto" else slots, keeps=False))
     assert_same_answers(ask(rollout, bench, slots), bench.oracle, SAMPLES)
-    assert rollout._paths.call.forwards > len(LENGTHS)
+    assert len(prompts) > len(LENGTHS), "every prompt was run once alone, so one was kept"
 
 
 def test_what_is_asked_for_as_capacity_is_what_has_to_fit(bench):
