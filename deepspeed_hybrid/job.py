@@ -3,13 +3,14 @@
 # DeepSpeed Team
 """One checked call: the prompts, the options, and how many rows run at a time."""
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from deepspeed.runtime.rollout.base import RolloutRequest, SamplingConfig
 
 from deepspeed_hybrid.config import HybridEngineRolloutConfig
-from deepspeed_hybrid.generation.arena import Arena, slot_bucket
+from deepspeed_hybrid.generation.arena import Arena
 from deepspeed_hybrid.generation.batch import AUTO
 from deepspeed_hybrid.generation.capacity import ANSWER_BYTES, readable
 from deepspeed_hybrid.generation.loop import Answers, LoopStats
@@ -19,6 +20,7 @@ from deepspeed_hybrid.generation.requests import (
     check_positions,
     check_prompts,
     check_sampling,
+    check_size,
     fresh_seed,
     needed_tokens,
     pad_id,
@@ -78,6 +80,7 @@ def check_job(
             f"continuous_cache_capacity={capacity} is too small: the longest prompt and max_new_tokens need {needed}"
         )
     rows = len(prompts.lengths) * plan.samples
+    check_size(rows, capacity or needed, plan)
     asked = getattr(sampling, "continuous_batch_size", None)
     # On a CPU even an elementwise function goes by where in its vectors a number stands.
     alone = cfg.batch_invariant and paths.device.type == "cpu"
@@ -140,7 +143,7 @@ def fitting_slots(
         return slots, True
     if asked != AUTO and fits(slots, 1.0, keeps=False):
         return slots, False
-    fitting = next((count for count in fewer_slots(slots) if fits(count, AUTO_SHARE)), None)
+    fitting: int | None = most_slots(slots - 1, lambda count: fits(count, AUTO_SHARE)) or None
     if asked == AUTO and fitting:
         return fitting, True
     if fitting is None and fits(1, 1.0, keeps=False):
@@ -158,6 +161,6 @@ def fitting_slots(
     )
 
 
-def fewer_slots(slots: int) -> Iterator[int]:
-    """Numbers of slots that fill their lanes, from below ``slots`` down."""
-    return (count for count in range(slots - 1, 0, -1) if slot_bucket(count) == count)
+def most_slots(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number of slots up to ``most`` that fits, where all smaller ones do; 0 where none does."""
+    return bisect_left(range(1, most + 1), True, key=lambda count: not fits(count))

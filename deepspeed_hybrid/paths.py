@@ -13,7 +13,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from deepspeed_hybrid.autotp import check_shards, sharing_group
+from deepspeed_hybrid.autotp import check_head, check_shards, sharing_group
 from deepspeed_hybrid.compat import ModelCall, causal_model, gdn_kernels, layer_kinds, text_model
 from deepspeed_hybrid.config import HybridEngineRolloutConfig
 from deepspeed_hybrid.generation.peers import Peers
@@ -104,6 +104,22 @@ class Paths:
             if reason is not None:
                 where = "the head" if index == HEAD else f"layer {index}"
                 raise RuntimeError(f"{option} cannot be honoured: {where} is no decode chain: {reason}")
+
+    def check_model(self, engine) -> None:
+        """What of the model may not change between calls.
+
+        Raises:
+            ValueError: its weights have a dtype or a place now that they may not have.
+            RuntimeError: as of :func:`~deepspeed_hybrid.autotp.check_head`.
+        """
+        with self.injection.bare():  # an engine's own hooks say nothing
+            device = check_weights(engine, self.call.model)
+            check_head(self.call.model, self.call.shard)
+        if device != self.device:
+            raise ValueError(
+                f"model is on {device} and was on {self.device} when this rollout was made: move it back, or make a "
+                "new HybridEngineRollout"
+            )
 
     def describe(self) -> str:
         lines = _table([("layer", "kind", "path"), *self.layers])

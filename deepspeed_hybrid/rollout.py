@@ -14,7 +14,6 @@ from deepspeed.runtime.rollout.base import SamplingConfig as BaseSamplingConfig
 from deepspeed.utils import logger
 
 from deepspeed_hybrid.agreement import agreed_job
-from deepspeed_hybrid.autotp import check_head
 from deepspeed_hybrid.compat import attention_configs, bind_torch_gdn_without_gpu, dense_mask_attention
 from deepspeed_hybrid.config import HybridEngineRolloutConfig
 from deepspeed_hybrid.generation.arena import Arena
@@ -170,8 +169,7 @@ class HybridEngineRollout(RolloutEngine):
         rounds, begun = None, self._changes
         with self._numbered() as run:
             while True:
-                if self._closed:
-                    raise RuntimeError("generate_iter() went on after shutdown()")
+                self._refuse_closed("generate_iter()")
                 if run != self._run:
                     raise RuntimeError("generate_iter() was overtaken: another call has used its slots since")
                 self._follow_weights()
@@ -252,8 +250,7 @@ class HybridEngineRollout(RolloutEngine):
 
     def _prepare(self, request: RolloutRequest, sampling: BaseSamplingConfig) -> Job:
         """Check everything, change nothing."""
-        if self._closed:
-            raise RuntimeError("generate() was called after shutdown()")
+        self._refuse_closed("generate()")
         if self.engine.module is not self._module:
             raise RuntimeError(
                 "engine.module is another model than when this rollout was made; make a new HybridEngineRollout"
@@ -290,6 +287,7 @@ class HybridEngineRollout(RolloutEngine):
         """
         gathered = self._injection.gathered
         with self._paths.peers.meeting(SYNC):
+            self._refuse_closed("a sync")
             if gathered is None or gathered.step is None:  # else left to generate(): looking may outlast the copying
                 self._follow_weights()
             if self._speculation is not None:
@@ -313,8 +311,7 @@ class HybridEngineRollout(RolloutEngine):
         """Plan and fuse anew, and drop the graphs, where anything about the model has changed."""
         if self._seen is None or not self._seen.is_same():
             self._seen = None  # until all that follows has come to its end
-            with self._injection.bare():  # an engine's own hooks say nothing
-                check_head(self._paths.call.model, self._paths.call.shard)
+            self._paths.check_model(self.engine)
             self._changes += 1
             self._unfit = True
             self._injection.replan()
@@ -344,12 +341,11 @@ class HybridEngineRollout(RolloutEngine):
         ``masks`` a mask that is kept, ``packed_weights`` copies of weights; with a draft model also ``draft_keys``,
         ``draft_values``, ``draft_weights`` of the copy that serves, and an MTP head's ``draft_hidden``.
         """
-        mask = self._paths.call.kept_mask
+        mask, arena = self._paths.call.kept_mask, self._arena
         others = {"masks": 0 if mask is None else mask.nbytes, "packed_weights": self._injection.packed_bytes}
         if self._speculation is not None:
             others["draft_weights"] = self._speculation.drafter.weight_bytes
-        buffers = {**self._arena.bytes_by_kind(), **self._arena.graph_bytes()}
-        return {**buffers, **others, "state_dtype": self.cfg.state_dtype}
+        return {**arena.bytes_by_kind(), **arena.graph_bytes(), **others, "state_dtype": self.cfg.state_dtype}
 
     def get_last_profile(self) -> dict | None:
         """Times (ms) and rates of the last ``generate()``; None unless ``enable_profiling``."""
@@ -389,9 +385,13 @@ class HybridEngineRollout(RolloutEngine):
         self._paths.empty_cache()
 
     def shutdown(self) -> None:
-        """Release everything; a later ``generate()`` is a RuntimeError."""
+        """Release everything; a later ``generate()`` or sync, which would take memory again, is a RuntimeError."""
         self.release_memory()
         self._closed = True
+
+    def _refuse_closed(self, call: str) -> None:
+        if self._closed:
+            raise RuntimeError(f"{call} was asked for after shutdown()")
 
     def __enter__(self) -> "HybridEngineRollout":
         return self

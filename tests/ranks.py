@@ -27,9 +27,11 @@ from pathlib import Path
 import torch
 
 RANKS = 2
-START_SECONDS = 120
+START_SECONDS = 300
+CALL_SECONDS = 300
 GRACE_SECONDS = 20  # for the answers of the others, once a rank has raised
 COLLECTIVE_SECONDS = 60  # a rank that waits for longer than this raises
+PATIENCE = 40  # seconds: of peers while they generate, on a host where one of them may get no core for a while
 # Multicast over NVLink is a state of the switch, which other programs of the host share.
 NCCL_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
@@ -46,7 +48,7 @@ class Ranks:
         self._processes: list[subprocess.Popen | Fork] = []
         self._logs: list = []
 
-    def run(self, function: str, timeout: float = 120, **arguments) -> list:
+    def run(self, function: str, timeout: float = CALL_SECONDS, **arguments) -> list:
         """What ``module:name`` returns on each rank, as JSON has it. Asserts that no rank raises or takes longer."""
         replies = self.replies(function, timeout, **arguments)
         failures = [f"rank {rank}: {reply['error']}" for rank, reply in enumerate(replies) if "error" in reply]
@@ -55,7 +57,7 @@ class Ranks:
             raise AssertionError("\n\n".join(failures))
         return [reply["result"] for reply in replies]
 
-    def replies(self, function: str, timeout: float = 120, deaths: bool = False, **arguments) -> list[dict]:
+    def replies(self, function: str, timeout: float = CALL_SECONDS, deaths: bool = False, **arguments) -> list[dict]:
         """Like ``run``, with what a rank raised as its ``error``, and the seconds it took; ``deaths``: it may end."""
         if not self._processes:
             self._start()
@@ -76,22 +78,23 @@ class Ranks:
         self._processes, self._logs = [], []
 
     def _start(self) -> None:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
-        shared.update(NCCL_ENVIRONMENT, DISTRIBUTED_BACKEND=self.backend)
+        shared = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(RANKS), "TORCHELASTIC_RESTART_COUNT": "0"}
+        shared.update(NCCL_ENVIRONMENT, DISTRIBUTED_BACKEND=self.backend, TORCHELASTIC_USE_AGENT_STORE="True")
         start = new_process if torch.cuda.is_available() else Fork
         for rank in range(RANKS):
             log = tempfile.TemporaryFile("w+")
             self._logs.append(log)
             self._processes.append(start({**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, log))
+        (first,) = self._await(START_SECONDS, "start", ranks=[0])
+        for process in self._processes:
+            process.stdin.write(f"{first['result']}\n")
+            process.stdin.flush()
         self._await(START_SECONDS, "start")
 
-    def _await(self, timeout: float, what: str, deaths: bool = False) -> list[dict]:
+    def _await(self, timeout: float, what: str, deaths: bool = False, ranks=range(RANKS)) -> list[dict]:
         deadline = time.monotonic() + timeout
         replies: dict[int, dict] = {}
-        waiting = {process.stdout: rank for rank, process in enumerate(self._processes)}
+        waiting = {self._processes[rank].stdout: rank for rank in ranks}
         while waiting:
             ready, _, _ = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -205,19 +208,27 @@ def serve() -> None:
     warnings.simplefilter("ignore")  # those of other packages
     import deepspeed
 
+    from deepspeed_hybrid.generation import peers
+
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    deepspeed.init_distributed(
-        os.environ["DISTRIBUTED_BACKEND"], auto_mpi_discovery=False, timeout=timedelta(seconds=COLLECTIVE_SECONDS)
-    )
+    peers.PATIENCE = PATIENCE
 
     def answer(reply: dict) -> None:
         answers.write(json.dumps(reply) + "\n")
         answers.flush()
 
+    store = None
+    if os.environ["RANK"] == "0":  # it keeps the messages, at whichever port is free when it is taken
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        answer({"result": store.port})
+    os.environ["MASTER_PORT"] = sys.stdin.readline().strip()
+    deepspeed.init_distributed(
+        os.environ["DISTRIBUTED_BACKEND"], auto_mpi_discovery=False, timeout=timedelta(seconds=COLLECTIVE_SECONDS)
+    )
     answer({"result": None})
     for line in sys.stdin:
         function, arguments = json.loads(line)

@@ -101,6 +101,14 @@ def test_prompts_run_one_at_a_time(invariant, monkeypatch):
     assert seen == ([(1, 3), (1, 40), (1, 17)] if invariant else [(3, 40)])
 
 
+@pytest.mark.parametrize("invariant", [True, False])
+def test_a_call_asks_for_it(invariant):
+    """Where rows do not run one by one, as on a GPU, prompts and truncation go by this alone."""
+    rollout = rollout_of(tiny_model("qwen2_5"), batch_invariant=invariant)
+    job = rollout._agree(RolloutRequest(*ragged_prompts([3, 5])), SamplingConfig(max_new_tokens=2))
+    assert job.plan.kind.invariant == invariant
+
+
 def test_rows_are_truncated_by_themselves():
     """Over a vocabulary for which cumulative sums go by the number of rows; no row has another's set."""
     scores = 3 * torch.randn(5, 5000, generator=torch.Generator().manual_seed(0))

@@ -102,13 +102,13 @@ def test_any_id_may_stand_on_padding(bench, filler):
 # ---------------------------------------------------------------------------------------------------------- sampling
 
 BAD_SAMPLING = {
-    "max_new_tokens": [0, -1, 2.0, True, None],
-    "temperature": [-0.5, math.nan, math.inf, -math.inf, "1", None],
+    "max_new_tokens": [0, -1, 2.0, True, None, 10**30],
+    "temperature": [-0.5, math.nan, math.inf, -math.inf, "1", None, 1e300, 10**400],
     "top_p": [0.0, -0.1, 1.5, math.nan, None],
     "top_k": [2.5, None, "4"],
     "min_p": [-0.1, 1.5, math.nan],
-    "repetition_penalty": [0.0, -1.3, math.nan, math.inf],
-    "n_samples_per_prompt": [0, -2, 1.5, None],
+    "repetition_penalty": [0.0, -1.3, math.nan, math.inf, 1e300, 1e-300, 10**400],
+    "n_samples_per_prompt": [0, -2, 1.5, None, 10**30],
     "seed": [2**63, -(2**63) - 1, 1.5, "7"],
     "continuous_batch_size": [0, -3, 2.0, "all"],
     "logprobs_mode": ["none", None],
@@ -120,6 +120,14 @@ BAD_SAMPLING = {
 def test_bad_sampling(bench, name, value):
     sampling = SamplingConfig(**{"max_new_tokens": 3, name: value})
     assert_refused(bench, RolloutRequest(*bench.prompts), sampling, (name, repr(value)))
+
+
+def test_more_rows_than_any_memory_can_address(bench):
+    sampling = SamplingConfig(max_new_tokens=3, n_samples_per_prompt=2**31 - 1, continuous_batch_size=1)
+    rollout = rollout_of(bench.model, continuous_cache_capacity=2**30)
+    with pytest.raises(ValueError, match="n_samples_per_prompt=2147483647, max_new_tokens=3"):
+        rollout.generate(RolloutRequest(*bench.prompts), sampling)
+    assert_intact(bench)
 
 
 @pytest.mark.parametrize("sampling", [None, {"max_new_tokens": 3}])
@@ -321,3 +329,15 @@ def test_generate_after_shutdown():
     for call in (rollout.generate, rollout.generate_iter):
         with pytest.raises(RuntimeError, match="shutdown"):
             call(RolloutRequest(*ragged_prompts([3])), SamplingConfig(max_new_tokens=2))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_sync_after_shutdown_takes_no_memory(make_engine, stage):
+    """Under ZeRO-3 it would gather every weight, for nobody."""
+    rollout = HybridEngineRollout(make_engine(tiny_model("qwen3").train(), stage=stage), Tokenizer())
+    greedy(rollout, ragged_prompts([3]), 2)
+    rollout.shutdown()
+    for sync in (rollout.sync_segki_weights, lambda: rollout.sync_weights(1)):
+        with pytest.raises(RuntimeError, match="a sync was asked for after shutdown"):
+            sync()
+    assert rollout.memory_report()["packed_weights"] == 0

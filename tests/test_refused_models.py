@@ -58,6 +58,32 @@ def test_quantised_weights(dtype):
     assert "model.layers.1.mlp.up_proj.weight" in message and str(dtype) in message and "fp32" in message
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
+def test_weights_that_became_unfit_between_calls(dtype):
+    """The refusal names them, and is none any more once they are as they were."""
+    model, prompts = tiny_model("qwen3"), ragged_prompts([3, 7])
+    rollout = rollout_of(model)
+    expected = [solo(model, prompt(prompts, row), 3) for row in range(2)]
+    assert_same_answers(greedy(rollout, prompts, 3), expected)
+    parameter = model.model.layers[1].mlp.up_proj.weight
+    kept = parameter.data
+    parameter.data = kept.to(dtype)
+    for call in (rollout.sync_segki_weights, lambda: greedy(rollout, prompts, 3)):
+        with pytest.raises(ValueError) as caught:
+            call()
+        assert "model.layers.1.mlp.up_proj.weight" in str(caught.value) and str(dtype) in str(caught.value)
+    parameter.data = kept
+    assert_same_answers(greedy(rollout, prompts, 3), expected)
+
+
+def test_a_model_that_moved_away():
+    rollout = rollout_of(tiny_model("qwen3"))
+    rollout._paths.device = torch.device("cuda", 3)  # where it is said to have been
+    rollout._seen = None
+    with pytest.raises(ValueError, match="model is on cpu and was on cuda:3"):
+        greedy(rollout, ragged_prompts([3]), 3)
+
+
 def test_partitioned_weights_without_a_step_count():
     model = tiny_model("qwen3")
     partitioned = SimpleNamespace(module=model, zero_optimization_stage=lambda: 3)

@@ -19,6 +19,7 @@ import torch.distributed
 from deepspeed_hybrid.ops.collectives import bounded_waits, everyones, is_lost_peer, post, posted, waits_are_bounded
 
 PATIENCE = 8.0  # seconds: between peers that run the same steps, more is a failure
+APART = 1.0  # seconds by which peers may be at different places, where one wants to know what the others did
 REFUSED, CALL, ROWS, ROUND, SYNC = range(5)  # what a rank is about when it meets the others
 ERROR, LOST = "error ", "lost"  # beginnings of what a rank leaves for the others
 RUNS = itertools.count()  # of this process; peers count alike
@@ -139,7 +140,7 @@ class Peers:
         run, self._failed = self._failed, None
         if run is None or self._lost is not None:
             return
-        end = time.monotonic() + PATIENCE + 1  # by then all that were waiting have said so
+        end = time.monotonic() + PATIENCE + APART  # by then all that were waiting have said so
         while time.monotonic() < end:
             messages = [posted(f"{run}/{rank}") for rank in range(self.count)]
             if LOST in messages:

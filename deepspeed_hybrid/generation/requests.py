@@ -15,6 +15,10 @@ from deepspeed_hybrid.generation.sampling import SamplingKind
 
 # A smaller one divides logits out of fp32's range; DeepSpeed has the same floor.
 LOWEST_TEMPERATURE = 1e-8
+SMALLEST, LARGEST = 1e-30, 1e30  # logits stay finite in fp32 when they are multiplied or divided by these
+PENALTIES = f"a positive number, from {SMALLEST} to {LARGEST}"
+MOST = 2**31 - 1  # new tokens of a row, and samples of a prompt
+MOST_CELLS = 2**59  # of a tensor whose bytes int64 can count
 READ_ON_HOST = 16384  # tokens whose reading takes less time than a dozen launches
 
 # generation_config fields that change which tokens come out. temperature, top_k, top_p and min_p are SamplingConfig's
@@ -151,7 +155,7 @@ def check_sampling(sampling, vocab_size: int, generation_config, tokenizer) -> S
     if penalty is None:
         penalty = getattr(generation_config, "repetition_penalty", None)
         penalty = 1.0 if penalty is None else penalty
-        _require("generation_config.repetition_penalty", penalty, _is_positive(penalty), "a positive number")
+        _require("generation_config.repetition_penalty", penalty, _is_penalty(penalty), PENALTIES)
     sampled = options["temperature"] > 0
     top_k = options["top_k"] if 0 < options["top_k"] < vocab_size else 0
     return SamplingPlan(
@@ -180,12 +184,13 @@ def _check_options(options: dict, vocab_size: int) -> None:
     def number(name: str) -> bool:
         return isinstance(options[name], (int, float)) and not isinstance(options[name], bool)
 
-    require("max_new_tokens", is_integer(options["max_new_tokens"], 1), "an integer of at least 1")
-    require("n_samples_per_prompt", is_integer(options["n_samples_per_prompt"], 1), "an integer of at least 1")
+    for name in ("max_new_tokens", "n_samples_per_prompt"):
+        whole = is_integer(options[name], 1) and options[name] <= MOST
+        require(name, whole, f"an integer of at least 1 and at most {MOST}")
     require(
         "temperature",
-        number("temperature") and 0 <= options["temperature"] < float("inf"),
-        "a finite number of at least 0 (0 is greedy)",
+        number("temperature") and 0 <= options["temperature"] <= LARGEST,
+        f"a number from 0 (greedy) to {LARGEST}",
     )
     require("top_p", number("top_p") and 0 < options["top_p"] <= 1, "a number in (0, 1]")
     require("min_p", number("min_p") and 0 <= options["min_p"] <= 1, "a number in [0, 1]")
@@ -195,7 +200,7 @@ def _check_options(options: dict, vocab_size: int) -> None:
         "an integer (0 or less: off)",
     )
     penalty = options["repetition_penalty"]
-    require("repetition_penalty", penalty is None or _is_positive(penalty), "None or a positive number")
+    require("repetition_penalty", penalty is None or _is_penalty(penalty), f"None or {PENALTIES}")
     seed = options["seed"]
     require("seed", seed is None or (isinstance(seed, int) and -(2**63) <= seed < 2**63), "None or a 64-bit integer")
     require("logprobs_mode", options["logprobs_mode"] in LOGPROB_MODES, f"one of {LOGPROB_MODES}")
@@ -216,8 +221,8 @@ def _require(name: str, value: object, accepted: bool, what: str) -> None:
         raise ValueError(f"{name} must be {what}; got {value!r}")
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+def _is_penalty(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and SMALLEST <= value <= LARGEST
 
 
 def refuse_processors(generation_config) -> None:
@@ -316,6 +321,15 @@ def check_positions(lengths: list[int], plan: SamplingPlan, max_positions: int |
         raise ValueError(
             f"prompt_ids of {length} tokens plus {option}={plan.limit(row)} need {needed} "
             f"positions; the model has {max_positions}"
+        )
+
+
+def check_size(rows: int, tokens: int, plan: SamplingPlan) -> None:
+    """Raise ValueError where so many rows of so many tokens are beyond any address."""
+    if rows * tokens > MOST_CELLS:
+        raise ValueError(
+            f"{rows} rows of up to {tokens} tokens are too many (n_samples_per_prompt={plan.samples}, max_new_tokens="
+            f"{plan.max_new_tokens}); accepted are {MOST_CELLS} tokens in all"
         )
 
 

@@ -5,7 +5,6 @@
 
 import logging
 import os
-import socket
 
 import deepspeed
 import torch
@@ -18,10 +17,8 @@ from deepspeed_hybrid.tools.device import has_cuda
 def start_distributed() -> None:
     """Join the launcher's processes, or be the only one."""
     if "RANK" not in os.environ:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+        # Port 0: whichever is free when it is taken.
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     if os.environ.get("WORLD_SIZE") == "1" or not has_cuda():
         # DeepSpeed would compile a shared-memory collective first; tensors are too small here to have a use for it.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from models import FAMILIES, VOCAB, ragged_prompts, solo, tiny_model
 
 from deepspeed_hybrid import RolloutRequest, SamplingConfig
-from deepspeed_hybrid.generation import capacity
+from deepspeed_hybrid.generation import capacity, loop
 from deepspeed_hybrid.generation.arena import slot_bucket
 from deepspeed_hybrid.generation.capacity import (
     SlotBytes,
@@ -24,8 +24,9 @@ from deepspeed_hybrid.generation.capacity import (
     readable,
     state_bytes,
 )
+from deepspeed_hybrid.generation.prefill import prefill
 from deepspeed_hybrid.generation.sampling import SamplingKind
-from deepspeed_hybrid.job import AUTO_SHARE, fewer_slots
+from deepspeed_hybrid.job import AUTO_SHARE, most_slots
 
 LENGTHS, SAMPLES, NEW_TOKENS = [3, 11, 1, 7], 3, 9
 
@@ -164,10 +165,23 @@ def test_where_not_even_one_row_fits(bench, slots):
 
 
 @pytest.mark.parametrize("slots", [1, "auto", 5])
-def test_what_fits_without_a_kept_prompt_runs_without_one(bench, slots):
+def test_what_fits_without_a_kept_prompt_runs_without_one(bench, slots, monkeypatch):
+    prompts = []
+    monkeypatch.setattr(loop, "prefill", lambda *args, **options: prompts.extend(args[3]) or prefill(*args, **options))
     rollout = limited(bench.model, needed(bench, 1 if slots == "auto" else slots, keeps=False))
     assert_same_answers(ask(rollout, bench, slots), bench.oracle, SAMPLES)
-    assert rollout._paths.call.forwards > len(LENGTHS)
+    assert len(prompts) > len(LENGTHS), "every prompt was run once alone, so one was kept"
+
+
+def test_what_is_asked_for_as_capacity_is_what_has_to_fit(bench):
+    rollout = limited(bench.model, needed(bench, 12))
+    roomy = rollout_of(bench.model, continuous_cache_capacity=640)
+    roomy._arena.device_free = rollout._arena.device_free
+    with pytest.raises(ValueError, match="for slots of 640 tokens"):
+        ask(roomy, bench, None)
+    assert_untouched(roomy)
+    assert_same_answers(ask(roomy, bench, "auto"), bench.oracle, SAMPLES)
+    assert roomy._arena.cache.capacity == 640 and roomy.get_last_continuous_stats()["slots"] < 12
 
 
 def test_exactly_enough_is_enough(bench):
@@ -226,11 +240,22 @@ def test_auto_takes_one_row_with_nothing_to_spare(bench):
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
-@given(slots=st.integers(1, 200))
-def test_fewer_slots_fill_their_lanes(slots):
-    counts = list(fewer_slots(slots))
-    assert counts == sorted(counts, reverse=True) and all(slot_bucket(count) == count < slots for count in counts)
-    assert not counts or (counts[-1] == 1 and slot_bucket(counts[0] + 1) >= slots)
+@given(most=st.integers(0, 200), limit=st.integers(0, 210))
+def test_most_slots_that_fit(most, limit):
+    assert most_slots(most, lambda count: count <= limit) == min(most, limit)
+
+
+@pytest.mark.parametrize("slots", [None, "auto", 2**40])
+def test_an_absurd_number_of_rows_is_looked_at_a_few_times_alone(bench, slots):
+    """Counting them down one by one would take days."""
+    rollout = limited(bench.model, 10**8)
+    arena, asked = rollout._arena, []
+    counted = arena.needed
+    arena.needed = lambda *call: asked.append(call) or counted(*call)
+    with pytest.raises(ValueError, match="free on cpu; (not even one|a continuous_batch_size of 1 would fit)"):
+        ask(rollout, bench, slots, samples=2**30)
+    assert len(asked) < 500
+    assert_untouched(rollout)
 
 
 # ---------------------------------------------------------------------------------------- other kinds on kept buffers

@@ -110,6 +110,18 @@ def test_model_with_an_obstacle_stays_eager(accelerator):
     assert counts(it.graphs) == (0, 0)
 
 
+def test_an_eager_run_leaves_a_graphs_tensors_alone(accelerator):
+    """An obstacle that comes and goes: what was captured goes on writing to where it is read."""
+    model = tiny_model()
+    it = bench(model)
+    prompts, other = ragged_prompts(RAGGED), ragged_prompts(RAGGED, seed=8)
+    expected = [greedy(padded_eager(model), one, 4) for one in (prompts, other)]
+    for one, obstacle in ((0, None), (1, None), (0, "a reason"), (1, None)):
+        it.graphs.obstacle = lambda obstacle=obstacle: obstacle
+        assert_equal(greedy(it.rollout, (prompts, other)[one], 4), expected[one])
+    assert counts(it.graphs) == (1, 2)
+
+
 # -------------------------------------------------------------------------------------------- what is in the buffers
 
 

@@ -89,6 +89,23 @@ def test_rows_without_seen_leave_seen_alone():
     assert state.seen.all() and state.parked.tolist() == [slot == 2 for slot in range(SLOTS)]
 
 
+def test_moved_rows_bring_all_and_leave_parked_slots():
+    state = filled(SLOTS, COLUMNS, 0)
+    for name, tensor in tensors(state).items():
+        if name not in ("stop_ids", "parked"):
+            tensor.copy_(
+                (torch.arange(SLOTS) % 2 if name == "seen" else torch.arange(SLOTS)).view(
+                    -1, *[1] * (tensor.dim() - 1)
+                )
+            )
+    state.move(torch.tensor([4, 5]), torch.tensor([1, 0]))
+    for name, tensor in tensors(state).items():
+        if name not in ("stop_ids", "parked"):
+            rows = tensor.flatten(1)[:, 0] if tensor.dim() > 1 else tensor
+            assert rows.tolist() == ([1, 0, 0, 1, 0, 1] if name == "seen" else [5, 4, 2, 3, 4, 5]), name
+    assert state.parked.tolist() == [False] * 4 + [True] * 2
+
+
 def test_parking():
     state = filled(SLOTS, COLUMNS, 1)
     state.parked.fill_(False)

@@ -144,7 +144,7 @@ def runs(tmp_path_factory) -> dict:
     out = tmp_path_factory.mktemp("trl") / "runs.json"
     launcher = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")
     environment = {name: value for name, value in os.environ.items() if name not in launcher}
-    result = subprocess.run([sys.executable, RUNS, out], env=environment, capture_output=True, text=True, timeout=300)
+    result = subprocess.run([sys.executable, RUNS, out], env=environment, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return {**json.loads(out.read_text()), "printed": result.stdout}
 

@@ -3,6 +3,7 @@
 # DeepSpeed Team
 """The command that compares logprobs: its figures, its files, and what it refuses."""
 
+import itertools
 import json
 import math
 import re
@@ -20,6 +21,7 @@ from deepspeed_hybrid.tools.scoring import Said, decode_logprobs, decode_obstacl
 PNG = b"\x89PNG\r\n"
 SMALL = ["--rows", "3", "--prompt", "16", "--new", "12"]
 SHIFT = 0.25
+LEARNING_STEPS = 20
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +42,14 @@ def answered() -> tuple[torch.nn.Module, Said]:
     return model, Said("alone", prompts, tokens, logprobs.double())
 
 
-def test_a_run_on_text_prints_and_writes_and_another_engine_is_compared(tmp_path, capsys):
+@pytest.fixture
+def steady_clock(monkeypatch):
+    """``--train-seconds 1.5`` is so many steps on any host."""
+    ticks = itertools.count(0.0, 1.5 / LEARNING_STEPS)
+    monkeypatch.setattr(text_model.time, "perf_counter", lambda: next(ticks))
+
+
+def test_a_run_on_text_prints_and_writes_and_another_engine_is_compared(tmp_path, capsys, steady_clock):
     out, plot, saved = tmp_path / "sub" / "rows.json", tmp_path / "sub" / "rows.png", tmp_path / "model"
     files = ["--out", str(out), "--plot", str(plot), "--save", str(saved)]
     assert main(["--traceback", "fidelity", *SMALL, "--layers", "4", "--train-seconds", "1.5", *files]) == 0

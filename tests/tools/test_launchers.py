@@ -18,7 +18,7 @@ from deepspeed_hybrid.tools.device import has_cuda
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 STEPS = 2  # the second shows what the first has taught
-SECONDS = 150
+SECONDS = 600
 
 without_cuda = pytest.mark.skipif(has_cuda(), reason="two processes would want two GPUs")
 
