@@ -112,16 +112,12 @@ class DraftConfig:
             require(name, value, is_count(value), "an integer of at least 1")
             return value
 
-        def either(name: str):
-            """Of the nested settings first; null is as good as nothing."""
-            return raw.get(name) if nested.get(name) is None else nested[name]
-
         layers, heads = needed("num_hidden_layers"), needed("num_attention_heads")
-        targets = of_kind("num_target_layers", either("num_target_layers"), int, "an integer")
-        mask = either("mask_token_id")
+        targets = of_kind("num_target_layers", _either(raw, nested, "num_target_layers"), int, "an integer")
+        mask = _either(raw, nested, "mask_token_id")
         if mask is None:
             raise ValueError("the draft's config.json must have mask_token_id, on top or in dflash_config")
-        block = either("block_size")
+        block = _either(raw, nested, "block_size")
         if block is None:
             raise ValueError("the draft's config.json must have block_size, on top or in dflash_config")
         types, window = _layer_types(raw, nested, layers)
@@ -137,7 +133,7 @@ class DraftConfig:
             num_kv_heads=raw.get("num_key_value_heads") or heads,
             head_dim=head_dim,
             block_size=block,
-            target_layer_ids=_target_layers(either("target_layer_ids"), targets, layers),
+            target_layer_ids=_target_layers(_either(raw, nested, "target_layer_ids"), targets, layers),
             mask_token_id=mask,
             vocab_size=needed("vocab_size"),
             rope=rope_settings(raw, head_dim),
@@ -217,21 +213,26 @@ class DraftConfig:
             )
 
 
+def _either(raw: dict, nested: dict, name: str):
+    """Of the nested settings first; null is as good as nothing."""
+    return raw.get(name) if nested.get(name) is None else nested[name]
+
+
 def _refuse_relatives(raw: dict, nested: dict) -> None:
     for name in of_kind("architectures", raw.get("architectures"), list, "a list") or ():
         if name != "DFlashDraftModel":
             known = "a relative of DFlash that is" if name in OTHER_ARCHITECTURES else "an architecture that is"
             raise ValueError(f"draft_model has architecture {name}, {known} not supported; DFlashDraftModel is")
-    projector = nested.get("projector_type", raw.get("projector_type"))
+    projector = _either(raw, nested, "projector_type")
     if projector not in (None, "dflash"):
         raise ValueError(f"draft_model has projector_type {projector!r}, which is not supported")
     for name in OTHER_SETTINGS:
-        value = nested.get(name, raw.get(name))
+        value = _either(raw, nested, name)
         neutral = {"embed_scale": 1, "draft_vocab_size": raw.get("vocab_size")}.get(name)
         if value is True or value not in (None, False, 0, neutral):
             raise ValueError(f"draft_model sets {name}={value!r}, which is not supported")
     for name, wanted in (("hidden_act", "silu"), ("is_neox_style", True), ("rope_is_neox_style", True)):
-        value = raw.get(name, nested.get(name))
+        value = _either(raw, nested, name)
         if value not in (None, wanted):
             raise ValueError(f"draft_model sets {name}={value!r}, which is not supported; {wanted!r} is")
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from deepspeed_hybrid.speculative.config import SLIDING, DraftConfig
+from deepspeed_hybrid.speculative.rope import Rotary, rotated
 
 # Shapes: B rows, T block tokens, N context tokens, D hidden, C = D * features, L layers, H/G heads, E head_dim.
 
@@ -98,17 +99,7 @@ class DFlashDraft(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        # Kept out of buffers: a cast of the model to 16 bits must not round frequencies.
-        self._inv_freq = config.rope.inv_freq()
-
-    def rotary(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [..., 1, E] of positions [...]."""
-        if self._inv_freq.device != positions.device:
-            self._inv_freq = self._inv_freq.to(positions.device)
-        angles = positions[..., None].float() * self._inv_freq
-        angles = torch.cat([angles, angles], dim=-1)[..., None, :]
-        scaling = self.config.rope.scaling
-        return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
+        self.rotary = Rotary(config.rope)
 
     def context(self, features: torch.Tensor) -> torch.Tensor:
         """What every layer sees of the target: features [B, N, C], in the order of target_layer_ids -> [B, N, D]."""
@@ -137,13 +128,6 @@ class DFlashDraft(nn.Module):
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, rotary, lambda *qkv, index=index: attend(index, *qkv))
         return self.norm(hidden)
-
-
-def rotated(heads: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotate [B, T, H, E], the first half of a head against the second."""
-    cos, sin = rotary
-    first, second = heads.chunk(2, dim=-1)
-    return heads * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 def attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from deepspeed_hybrid.speculative.config import FULL, SLIDING, DraftConfig
-from deepspeed_hybrid.speculative.weights import draft_from, load_draft
+from deepspeed_hybrid.speculative.weights import load_draft
 
 PUBLISHED = {
     "architectures": ["DFlashDraftModel"],
@@ -118,11 +118,16 @@ def test_theta_where_there_is_none():
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
 def test_scaled_rope_is_transformers(name, kind):
     settings = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 4096}
-    oracle = Qwen3Config(head_dim=128, max_position_embeddings=16384, rope_parameters={**settings, "rope_theta": 1e6})
-    inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](oracle, "cpu")
-    rope = read(rope_theta=1e6, **{name: settings}).rope
-    torch.testing.assert_close(rope.inv_freq(), inv_freq, atol=0, rtol=1e-6)
-    assert rope.scaling == pytest.approx(scaling)
+    for more in ({}, {"truncate": False, "beta_fast": 24, "beta_slow": 1.5, "attention_factor": 0.75}):
+        parameters = {**settings, **more, "rope_theta": 1e6}
+        oracle = Qwen3Config(head_dim=128, max_position_embeddings=16384, rope_parameters=parameters)
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](oracle, "cpu")
+        spelled = {**settings, **more}
+        if name == "rope_scaling":  # as it was called there
+            spelled["type"] = spelled.pop("rope_type")
+        rope = read(rope_theta=1e6, **{name: spelled}).rope
+        torch.testing.assert_close(rope.inv_freq(), inv_freq, atol=0, rtol=1e-6)
+        assert rope.scaling == pytest.approx(scaling)
 
 
 # -------------------------------------------------------------------------------------------------- layers and windows
@@ -197,6 +202,27 @@ def test_what_is_not_supported_is_named(changes, named):
 
 
 @pytest.mark.parametrize(
+    "name",
+    [
+        "conv_group_size",
+        "selector_top_k",
+        "top_k_selector",
+        "confidence_head",
+        "embed_scale",
+        "attn_logit_softcapping",
+        "projector_type",
+    ],
+)
+def test_a_null_among_nested_settings_hides_nothing_on_top(name):
+    nested = PUBLISHED["dflash_config"]
+    null = {"dflash_config": {**nested, name: None}}
+    for changes in ({name: 3}, {"dflash_config": {**nested, name: 3}}, {name: 3, **null}):
+        with pytest.raises(ValueError, match=f"{name}=?.*3"):
+            read(**changes)
+    read(**{name: None})
+
+
+@pytest.mark.parametrize(
     ("target", "named"),
     [
         ((2048, 32, 248320, 248320), "hidden_size"),
@@ -265,12 +291,13 @@ def test_weights_under_every_name(tmp_path, spelling, dtype):
         (lambda weights: weights.update({"fc.weight": torch.ones(2, 2, dtype=torch.int8)}), "int8"),
     ],
 )
-def test_weights_that_do_not_fit_are_named(change, named):
+def test_weights_that_do_not_fit_are_named(tmp_path, change, named):
     draft = tiny_draft(tiny_model())
     weights = dict(draft.state_dict())
     change(weights)
+    saved(tmp_path, draft.config, weights)
     with pytest.raises(ValueError, match=named):
-        draft_from(draft.config, weights)
+        load_draft(tmp_path)
 
 
 def test_folders_without_a_checkpoint(tmp_path):

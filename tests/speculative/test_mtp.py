@@ -6,12 +6,14 @@
 import pytest
 import torch
 from harness import LateFlags, rollout_of
-from models import ragged_prompts
+from models import VOCAB, ragged_prompts
 from mtp_cases import Oracle, assert_as_by_the_oracle, mtp_rollout, taught_mtp, tiny_mtp, tiny_target, watch_proposals
 from speculative_cases import Schedule, figures
 
 from deepspeed_hybrid import RolloutRequest, SamplingConfig
+from deepspeed_hybrid.compat import ModelCall
 from deepspeed_hybrid.generation import loop, prefill, tail
+from deepspeed_hybrid.speculative.mtp_drafter import MtpDrafter
 
 LENGTHS, NEW_TOKENS = [5, 1, 17, 2], 12
 CASES = {  # who proposes, tokens of a prefill forward, and of each block in turn
@@ -51,3 +53,14 @@ def test_every_pass_is_the_oracles(target, taught, proposes, budget, blocks, cas
     assert assert_as_by_the_oracle(seen, Oracle(target, draft), prompts, batch, samples) >= 8
     if proposes == "taught":
         assert figures(rollout)["tokens_per_step"] > 1.5
+
+
+@torch.no_grad()
+def test_only_what_the_embedding_can_read_is_guessed():
+    """A head may have more rows, and a bias, here one that likes these."""
+    target = tiny_target()
+    target.lm_head = torch.nn.Linear(target.lm_head.in_features, VOCAB + 64)
+    target.lm_head.weight.zero_()
+    target.lm_head.bias.copy_(torch.arange(VOCAB + 64))
+    drafter = MtpDrafter(tiny_mtp(target), ModelCall(target), 4)
+    assert drafter._guesses(torch.randn(3, 1, target.lm_head.in_features)).tolist() == [[VOCAB - 1]] * 3

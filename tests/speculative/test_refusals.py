@@ -200,9 +200,10 @@ def test_the_model_is_as_it_was(target):
     assert all(torch.equal(weight, draft.state_dict()[name]) for name, weight in weights.items())
 
 
-def test_a_model_that_was_cast_since(target):
+@pytest.mark.parametrize("make", [speculative_rollout, mtp_rollout])
+def test_a_model_that_was_cast_since(target, make):
     """The serving copy, its cache and its stacks follow."""
-    rollout = speculative_rollout(target)
+    rollout = make(target)
     greedy(rollout, ragged_prompts([3, 9]), 4)
     target.to(torch.bfloat16)
     batch = greedy(rollout, ragged_prompts([3, 9]), 8)
