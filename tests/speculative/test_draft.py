@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import VOCAB, tiny_model
+from mtp_cases import tiny_mtp
 from speculative_cases import MASK, tiny_draft
 
 from deepspeed_hybrid.cache.layers import StepPlan
@@ -250,6 +251,13 @@ def test_norms_are_plain():
     theirs = type(tiny_model().model.norm)(8)
     theirs.weight = torch.nn.Parameter(weight)
     assert not torch.allclose(plain(x), theirs(x), atol=1e-2)
+
+
+@pytest.mark.parametrize("make", [tiny_draft, tiny_mtp])
+def test_a_cast_leaves_frequencies_alone(make):
+    draft, far = make(tiny_model()), torch.tensor([[12345]])
+    exact, later = draft.rotary(far, torch.float32), draft.bfloat16().rotary(far, torch.float32)
+    assert all(torch.equal(one, other) for one, other in zip(exact, later, strict=True))
 
 
 def test_embedding_and_head_are_the_live_ones():

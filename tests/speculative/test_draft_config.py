@@ -184,6 +184,7 @@ def test_who_says_what_is_causal():
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor"),
         ({"rope_parameters": {FULL: {"rope_theta": 1e4}, SLIDING: {"rope_theta": 1e6}}}, "layer type"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}}, "mscale"),
         ({"block_size": ...}, "block_size"),
         ({"block_size": 1}, "block_size"),
         ({"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id"),

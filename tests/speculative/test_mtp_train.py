@@ -8,7 +8,7 @@ import torch
 from harness import answers, greedy, prompt, rollout_of
 from models import ragged_prompts
 from mtp_cases import Oracle, mtp_rollout, tiny_mtp, tiny_target
-from speculative_cases import figures
+from speculative_cases import assert_gradients_are_slopes, figures
 
 from deepspeed_hybrid.speculative.mtp_train import MtpTrainer
 from deepspeed_hybrid.speculative.train import Answered
@@ -54,6 +54,10 @@ def test_the_loss_is_that_of_the_oracles_passes(target, spoken):
     outcome = trainer.loss(trainer.features(rows), rows, anchors, found)
     assert float(outcome.loss) == pytest.approx(total / weights, rel=1e-4)
     assert outcome.right.tolist() == pytest.approx((right[:, 0] / right[:, 1]).tolist())
+
+
+def test_gradients_go_through_a_chain_and_its_context(target, spoken):
+    assert_gradients_are_slopes(MtpTrainer(target, tiny_mtp(target)), Answered.of(spoken[1]))
 
 
 def test_no_gradient_reaches_the_policy(spoken):

@@ -162,6 +162,18 @@ def test_a_file_for_a_model_of_another_family(target, tmp_path):
         rollout_of(tiny_model("llama"), speculative="mtp", draft_model=tmp_path / "model-0.safetensors")
 
 
+def test_settings_that_are_elsewhere_or_left_out(target):
+    raw = {**target.config.to_dict(), "rms_norm_eps": 1e-6}
+    config = MtpConfig.from_json(raw)
+    assert MtpConfig.from_json({"model_type": "qwen3_5", "hidden_size": 1, "text_config": raw}) == config
+    assert MtpConfig.from_json({**raw, "rms_norm_eps": None}) == config
+    assert MtpConfig.from_json({**raw, "num_key_value_heads": None}).num_kv_heads == config.num_heads
+    rope = {"rope_type": "yarn", "factor": 4.0}
+    older = {**raw, "rope_parameters": None, "partial_rotary_factor": 0.5, "rope_theta": 7e6, "rope_scaling": rope}
+    found = MtpConfig.from_json({**older, "max_position_embeddings": 512}).rope
+    assert (found.head_dim, found.theta, found.kind, found.original_positions) == (16, 7e6, "yarn", 512)
+
+
 def test_ropes_of_long_contexts_and_without_a_share(target):
     raw = target.config.to_dict()
     yarn = {"rope_type": "yarn", "rope_theta": 1e7, "factor": 4.0, "original_max_position_embeddings": 4096}

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from harness import answers, rollout_of
 from models import ragged_prompts, tiny_model
-from speculative_cases import MASK, figures, speculative_rollout, tiny_draft
+from speculative_cases import MASK, assert_gradients_are_slopes, figures, speculative_rollout, tiny_draft
 
 from deepspeed_hybrid import RolloutRequest, SamplingConfig
 from deepspeed_hybrid.speculative.config import FULL, SLIDING
@@ -167,6 +167,10 @@ def test_the_loss_by_hand(target):
     outcome = loss_of(target, draft, features, rows, anchors, found, decay=3.0)
     assert float(outcome.loss.detach()) == pytest.approx(total / weights, rel=1e-4)
     assert outcome.right.tolist() == pytest.approx((right[:, 0] / right[:, 1].clamp(min=1)).tolist())
+
+
+def test_gradients_go_through_the_context(target):
+    assert_gradients_are_slopes(DraftTrainer(target, tiny_draft(target)), rows_of([14, 9], 2))
 
 
 def test_no_gradient_reaches_the_policy():
