@@ -40,6 +40,15 @@ def draft_config(target: torch.nn.Module, **options) -> DraftConfig:
     return DraftConfig(**{**settings, **options})
 
 
+def with_head_bias(target: torch.nn.Module) -> torch.nn.Module:
+    """The target, whose head prefers some tokens whatever it reads."""
+    head = target.lm_head
+    target.lm_head = torch.nn.Linear(head.in_features, head.out_features)
+    target.lm_head.weight.data.copy_(head.weight.data)
+    torch.nn.init.normal_(target.lm_head.bias)
+    return target
+
+
 def tiny_draft(target: torch.nn.Module, seed: int = 0, **options) -> DFlashDraft:
     """Random weights: its guesses are almost always wrong."""
     torch.manual_seed(seed)

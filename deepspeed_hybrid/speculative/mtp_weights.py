@@ -13,7 +13,6 @@ from deepspeed_hybrid.speculative.mtp_config import MtpConfig
 
 HEAD = "mtp."
 PREFIXES = ("", "model.", "model.language_model.")
-FOREIGN = ("embed_tokens.", "lm_head.", "shared_head.")  # of a head with a vocabulary of its own
 
 
 def load_mtp(path: str | Path, target: dict | None = None) -> MtpDraft:
@@ -37,9 +36,6 @@ def load_mtp(path: str | Path, target: dict | None = None) -> MtpDraft:
     if not weights:
         spellings = ", ".join(prefix + HEAD for prefix in PREFIXES)
         raise ValueError(f"draft_model has no MTP head: no tensor's name begins with {spellings}")
-    for name in weights:
-        if name.startswith(FOREIGN):
-            raise ValueError(f"draft_model has weights {HEAD}{name} of its own, which is not supported")
     return with_weights(MtpDraft(config), weights, HEAD)
 
 

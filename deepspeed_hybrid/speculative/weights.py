@@ -13,8 +13,6 @@ from deepspeed_hybrid.speculative.files import read_tensors, save, tensor_files,
 
 PREFIXES = ("model.", "draft_model.")
 ALIASES = (("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm."), ("midlayer.", "layers.0."))
-# What a draft that brings its own vocabulary has: the target's own embedding and head would be wrong for it.
-FOREIGN = ("embed_tokens.", "lm_head.", "d2t", "t2d", "mask_embedding", "markov", "selector", "confidence_head")
 
 
 def load_draft(folder: str | Path) -> DFlashDraft:
@@ -44,9 +42,6 @@ def plain_name(name: str) -> str:
     """Of a checkpoint's tensor, as :class:`DFlashDraft` has it."""
     for prefix in PREFIXES:
         name = name.removeprefix(prefix)
-    for foreign in FOREIGN:
-        if name.startswith(foreign):
-            raise ValueError(f"draft_model has weights {name} of its own, which is not supported")
     for alias, plain in ALIASES:
         if name.startswith(alias):
             name = plain + name.removeprefix(alias)

@@ -276,9 +276,9 @@ def test_weights_under_every_name(tmp_path, spelling, dtype):
         "midlayer": lambda name: name.replace("layers.0.", "midlayer."),
     }[spelling]
     saved(tmp_path, draft.config, {renamed(name): weight for name, weight in draft.state_dict().items()})
-    loaded = load_draft(tmp_path)
+    loaded = load_draft(tmp_path).state_dict()
     for name, weight in draft.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], weight) and weight.dtype == dtype
+        assert torch.equal(loaded[name], weight) and loaded[name].dtype == dtype
 
 
 @pytest.mark.parametrize(

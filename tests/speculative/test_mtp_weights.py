@@ -39,7 +39,8 @@ def published(target, folder, prefix: str = "", change=lambda weights: None, sha
 def assert_same_head(one, other) -> None:
     assert one.config == other.config
     mine, theirs = one.state_dict(), other.state_dict()
-    assert mine.keys() == theirs.keys() and all(torch.equal(weight, theirs[name]) for name, weight in mine.items())
+    assert {name: weight.dtype for name, weight in mine.items()} == {name: theirs[name].dtype for name in theirs}
+    assert all(torch.equal(weight, theirs[name]) for name, weight in mine.items())
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -75,6 +76,16 @@ def test_what_was_saved_is_read(target, tmp_path, dtype):
     assert draft.layers[0].self_attn.q_proj.bias is not None
     save_mtp(draft, tmp_path / "new", dtype)
     assert_same_head(load_mtp(tmp_path / "new"), draft.to(dtype or torch.float32))
+
+
+def test_weights_of_several_dtypes(target, tmp_path):
+    """Are read as the widest."""
+
+    def halve(weights) -> None:
+        weights["mtp.fc.weight"] = weights["mtp.fc.weight"].bfloat16()
+
+    published(target, tmp_path, change=halve)
+    assert {weight.dtype for weight in load_mtp(tmp_path).parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +125,7 @@ def change(name: str, weight: torch.Tensor):
         (remove, "lacks mtp.layers.0.self_attn.q_norm.weight"),
         (change("layers.1.mlp.up_proj.weight", torch.zeros(2)), ": it has mtp.layers.1.mlp.up_proj.weight"),
         (change("layers.0.mlp.experts.0.up_proj.weight", torch.zeros(2)), "has mtp.layers.0.mlp.experts.0"),
-        (change("embed_tokens.weight", torch.zeros(2)), "weights mtp.embed_tokens.weight of its own"),
+        (change("embed_tokens.weight", torch.zeros(2)), "has mtp.embed_tokens.weight"),
         (change("fc.weight", torch.zeros(128, 128)), r"mtp.fc.weight must have shape \(128, 256\) .* \(128, 128\)"),
         (change("fc.weight", torch.zeros(128, 256, dtype=torch.int8)), "mtp.fc.weight are torch.int8"),
         (lambda weights: weights.update({"model.mtp.fc.weight": torch.zeros(2)}), "weights fc.weight twice; .*mtp.fc"),

@@ -7,10 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from harness import answers, rollout_of
 from models import ragged_prompts, tiny_model
-from speculative_cases import MASK, assert_gradients_are_slopes, figures, speculative_rollout, tiny_draft
+from speculative_cases import (
+    MASK,
+    assert_gradients_are_slopes,
+    figures,
+    speculative_rollout,
+    tiny_draft,
+    with_head_bias,
+)
 
 from deepspeed_hybrid import RolloutRequest, SamplingConfig
 from deepspeed_hybrid.speculative.config import FULL, SLIDING
@@ -22,7 +28,7 @@ TOKENS = 8
 
 @pytest.fixture(scope="module")
 def target():
-    return tiny_model()
+    return with_head_bias(tiny_model())
 
 
 def rows_of(lengths: list[int], prompt: int, seed: int = 0) -> Answered:
@@ -158,7 +164,7 @@ def test_the_loss_by_hand(target):
     right = torch.zeros(TOKENS - 1, 2)
     for row, start in ((0, 3), (0, 10), (1, 6)):
         hidden = alone(target, draft, features[row, :start], int(rows.ids[row, start]))
-        logprobs = F.linear(hidden, target.lm_head.weight.detach()).log_softmax(-1)
+        logprobs = target.lm_head(hidden).detach().log_softmax(-1)
         for token in range(1, TOKENS):
             if start + token < (14, 9)[row]:
                 label, weight = int(rows.ids[row, start + token]), 2.718281828 ** (-(token - 1) / 3.0)
@@ -174,7 +180,7 @@ def test_gradients_go_through_the_context(target):
 
 
 def test_no_gradient_reaches_the_policy():
-    target = tiny_model()
+    target = with_head_bias(tiny_model())
     draft = tiny_draft(target)
     before = {name: weight.clone() for name, weight in target.state_dict().items()}
     trainer = DraftTrainer(target, draft, anchors=4)
