@@ -84,12 +84,9 @@ class DraftConfig:
             "different layer numbers from 0",
         )
         require("mask_token_id", self.mask_token_id, is_count(self.mask_token_id, 0), "a token id")
-        for name, values, wanted in (
-            ("layer_types", types, "full_attention or sliding_attention"),
-            ("causal", self.causal, "True or False"),
-        ):
-            known = all(value in (FULL, SLIDING) for value in types) if name == "layer_types" else True
-            require(name, values, len(values) == self.num_layers and known, f"one {wanted} for each layer")
+        known = len(types) == self.num_layers and all(kind in (FULL, SLIDING) for kind in types)
+        require("layer_types", types, known, "one full_attention or sliding_attention for each layer")
+        require("causal", self.causal, len(self.causal) == self.num_layers, "one True or False for each layer")
         if SLIDING in types:
             require(
                 "sliding_window", self.sliding_window, is_count(self.sliding_window), "an integer where layers slide"

@@ -87,16 +87,17 @@ def with_weights(draft: Model, weights: dict[str, torch.Tensor], prefix: str = "
     Raises:
         ValueError: weights that are missing, not known, of another shape or dtype; named.
     """
+    for name, weight in weights.items():  # first: quantised ones have scales, which are not known either
+        if weight.dtype not in DTYPES:
+            raise ValueError(
+                f"draft_model's weights {prefix}{name} are {weight.dtype}; accepted are float32, bfloat16, float16"
+            )
     expected = draft.state_dict()
     missing, unknown = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
     if missing or unknown:
         what = [f"{has} {_listed(names, prefix)}" for has, names in (("lacks", missing), ("has", unknown)) if names]
         raise ValueError(f"draft_model's weights do not fit its configuration: it {' and '.join(what)}")
     for name, weight in weights.items():
-        if weight.dtype not in DTYPES:
-            raise ValueError(
-                f"draft_model's weights {prefix}{name} are {weight.dtype}; accepted are float32, bfloat16, float16"
-            )
         if weight.shape != expected[name].shape:
             raise ValueError(
                 f"draft_model's weights {prefix}{name} must have shape {tuple(expected[name].shape)} by its "
