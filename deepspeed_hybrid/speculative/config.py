@@ -11,10 +11,9 @@ from pathlib import Path
 
 from deepspeed_hybrid.speculative.files import read_json
 from deepspeed_hybrid.speculative.rope import RopeSettings, rope_settings
-from deepspeed_hybrid.speculative.settings import is_amount, is_count, of_kind, require
+from deepspeed_hybrid.speculative.settings import is_amount, is_count, needed, of_kind, require
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-OTHER_ARCHITECTURES = ("DFlash2DraftModel", "DSparkDraftModel", "Qwen3DSparkModel", "DominoDraftModel")
 # Settings of relatives of DFlash, whose drafts this forward would compute wrongly. Unset they do no harm.
 OTHER_SETTINGS = (
     "conv_kernel_size",
@@ -102,29 +101,22 @@ class DraftConfig:
         nested = of_kind("dflash_config", raw.get("dflash_config"), dict, "an object") or {}
         _refuse_relatives(raw, nested)
 
-        def needed(name: str) -> int:
-            value = raw.get(name)
-            if value is None:
-                raise ValueError(f"the draft's config.json must have {name}")
-            require(name, value, is_count(value), "an integer of at least 1")
-            return value
-
-        layers, heads = needed("num_hidden_layers"), needed("num_attention_heads")
+        layers, heads = needed(raw, "num_hidden_layers"), needed(raw, "num_attention_heads")
         targets = of_kind("num_target_layers", _either(raw, nested, "num_target_layers"), int, "an integer")
         mask = _either(raw, nested, "mask_token_id")
         if mask is None:
-            raise ValueError("the draft's config.json must have mask_token_id, on top or in dflash_config")
+            raise ValueError("the config.json of draft_model must have mask_token_id, on top or in dflash_config")
         block = _either(raw, nested, "block_size")
         if block is None:
-            raise ValueError("the draft's config.json must have block_size, on top or in dflash_config")
+            raise ValueError("the config.json of draft_model must have block_size, on top or in dflash_config")
         types, window = _layer_types(raw, nested, layers)
         causal = nested.get("causal") if raw.get("is_causal") is None else raw["is_causal"]
         of_kind("is_causal", causal, bool, "true or false")
-        head_dim = raw.get("head_dim") or needed("hidden_size") // heads
+        head_dim = raw.get("head_dim") or needed(raw, "hidden_size") // heads
         require("head_dim", head_dim, is_count(head_dim), "an integer of at least 1")
         return cls(
-            hidden_size=needed("hidden_size"),
-            intermediate_size=needed("intermediate_size"),
+            hidden_size=needed(raw, "hidden_size"),
+            intermediate_size=needed(raw, "intermediate_size"),
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=raw.get("num_key_value_heads") or heads,
@@ -132,7 +124,7 @@ class DraftConfig:
             block_size=block,
             target_layer_ids=_target_layers(_either(raw, nested, "target_layer_ids"), targets, layers),
             mask_token_id=mask,
-            vocab_size=needed("vocab_size"),
+            vocab_size=needed(raw, "vocab_size"),
             rope=rope_settings(raw, head_dim),
             rms_norm_eps=1e-6 if raw.get("rms_norm_eps") is None else raw["rms_norm_eps"],
             attention_bias=bool(of_kind("attention_bias", raw.get("attention_bias"), bool, "true or false")),
@@ -218,8 +210,7 @@ def _either(raw: dict, nested: dict, name: str):
 def _refuse_relatives(raw: dict, nested: dict) -> None:
     for name in of_kind("architectures", raw.get("architectures"), list, "a list") or ():
         if name != "DFlashDraftModel":
-            known = "a relative of DFlash that is" if name in OTHER_ARCHITECTURES else "an architecture that is"
-            raise ValueError(f"draft_model has architecture {name}, {known} not supported; DFlashDraftModel is")
+            raise ValueError(f"draft_model has architecture {name}, which is not supported; DFlashDraftModel is")
     projector = _either(raw, nested, "projector_type")
     if projector not in (None, "dflash"):
         raise ValueError(f"draft_model has projector_type {projector!r}, which is not supported")
@@ -240,7 +231,7 @@ def _target_layers(ids, targets: int | None, count: int) -> tuple[int, ...]:
         return tuple(of_kind("target_layer_ids", ids, list, "a list"))
     if targets is None:
         raise ValueError(
-            "the draft's config.json must have target_layer_ids, or num_target_layers to derive them from"
+            "the config.json of draft_model must have target_layer_ids, or num_target_layers to derive them from"
         )
     if count == 1:
         return (targets // 2,)
