@@ -10,7 +10,7 @@ from models import ragged_prompts, tiny_model
 from speculative_cases import ScriptedDrafter, figures, script_of, speculative_rollout, tiny_draft
 
 from deepspeed_hybrid import RolloutRequest, SamplingConfig
-from deepspeed_hybrid.speculative.controller import PATIENCE, PERIOD, PROBE_PERIODS, FixedBlock, PayingBlock
+from deepspeed_hybrid.speculative.controller import KEEP, PATIENCE, PERIOD, PROBE_PERIODS, FixedBlock, PayingBlock
 
 LENGTHS = (1, 4, 8, 16)
 GOOD = [0.95] * 16
@@ -141,6 +141,16 @@ def test_what_was_queued_before_steps_is_not_measured():
         machine.times = TABLES["long ones cost"]
         machine.run(PERIOD - 1)
     assert machine.controller.seconds == pytest.approx(known)
+
+
+def test_a_longer_time_is_believed_slowly_and_a_shorter_one_at_once():
+    machine = Machine(TABLES["blocks are almost free"], GOOD)
+    machine.run(PERIOD * len(LENGTHS))
+    known = machine.controller.seconds
+    for time, believed in ((2.8, KEEP * 1.4 + (1 - KEEP) * 2.8), (0.7, 0.7)):
+        machine.times = {**machine.times, 16: time}
+        assert machine.run(PERIOD) == [16] * PERIOD
+        assert known[4, 16] == pytest.approx(believed)
 
 
 def test_one_accident_is_not_for_ever():
