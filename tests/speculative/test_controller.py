@@ -153,6 +153,17 @@ def test_a_longer_time_is_believed_slowly_and_a_shorter_one_at_once():
         assert known[4, 16] == pytest.approx(believed)
 
 
+def test_shares_of_right_drafts_are_of_the_last_periods():
+    machine = Machine(TABLES["blocks are almost free"], GOOD)
+    machine.run(PERIOD * (len(LENGTHS) + 1))
+    machine.rates = POOR
+    before = machine.controller.rates[1]
+    assert machine.run(PERIOD) == [16] * PERIOD
+    assert machine.controller.rates[1] == pytest.approx(KEEP * before + (1 - KEEP) * POOR[0], abs=0.03)
+    machine.controller.rates = [None, 0.5, *[None] * 14]  # a place that was never reached is as good as that before it
+    assert machine.controller.expected(4) == 1 + 0.5 + 0.25 + 0.125
+
+
 def test_one_accident_is_not_for_ever():
     machine = Machine(TABLES["blocks cost by the token"], POOR)
     machine.run(3)
