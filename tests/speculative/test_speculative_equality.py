@@ -197,6 +197,7 @@ def test_blocks_of_changing_length(target, blocks):
         rollout = speculative_rollout(target, drafter, Schedule(*blocks))
         assert_same(run(rollout, prompts, 1, **KINDS["all"]), plain)
         assert set(figures(rollout)["steps"]) == set(blocks)
+        assert figures(rollout)["tokens"] == len(LENGTHS) * (NEW_TOKENS - 1)  # but for those that prompts give
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
