@@ -65,6 +65,12 @@ def test_null_is_as_good_as_nothing():
     assert config.causal == (True,) * 5
 
 
+def test_settings_that_have_a_default():
+    assert read(rms_norm_eps=1e-5).rms_norm_eps == 1e-5 and read(rms_norm_eps=None).rms_norm_eps == 1e-6
+    assert read(num_key_value_heads=None).num_kv_heads == 32
+    assert read(head_dim=None).head_dim == 2560 // 32
+
+
 def test_settings_on_top_or_nested():
     nested = {"mask_token_id": 5, "target_layer_ids": [3, 1], "block_size": 8, "num_target_layers": 12}
     config = read(dflash_config=nested, num_target_layers=...)
