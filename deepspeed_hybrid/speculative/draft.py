@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from deepspeed_hybrid.speculative.config import SLIDING, DraftConfig
+from deepspeed_hybrid.speculative.config import DraftConfig
 from deepspeed_hybrid.speculative.rope import Rotary, rotated
 
 # Shapes: B rows, T block tokens, N context tokens, D hidden, C = D * features, L layers, H/G heads, E head_dim.
@@ -140,23 +140,3 @@ def attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, m
     seen = mask[:, None, None].expand(-1, -1, shared, -1, -1).flatten(2, 3)
     mixed = F.scaled_dot_product_attention(packed, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=seen)
     return mixed.unflatten(2, (shared, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
-
-
-def visible(
-    config: DraftConfig, layer: int, query_positions: torch.Tensor, key_positions: torch.Tensor, end: torch.Tensor
-) -> torch.Tensor:
-    """Which keys a query of a layer sees, of its own block and of the context before it.
-
-    Args:
-        query_positions: [B, T].
-        key_positions: [B, N] or [1, N]; a block's keys are those from its anchor's position on.
-        end: [B, T], the position behind the query's block.
-
-    Returns:
-        [B, T, N] bool.
-    """
-    queries, keys = query_positions[..., None], key_positions[:, None, :]
-    seen = keys <= queries if config.causal[layer] else keys < end[..., None]
-    if config.layer_types[layer] == SLIDING:
-        seen = seen & (keys > queries - config.sliding_window)
-    return seen

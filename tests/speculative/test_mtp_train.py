@@ -72,6 +72,9 @@ def test_no_gradient_reaches_the_policy(spoken):
     assert all(parameter.grad is None for parameter in target.parameters())
     assert all(torch.equal(weight, target.state_dict()[name]) for name, weight in before.items())
     assert all(parameter.grad is not None for parameter in draft.parameters())
+    given = seen[0].clone().requires_grad_()
+    trainer.update(rows, given)
+    assert given.grad is None
     loss.backward()  # which the head's has left whole
     assert target.lm_head.weight.grad is not None
 

@@ -20,8 +20,7 @@ from speculative_cases import (
 
 from deepspeed_hybrid import RolloutRequest, SamplingConfig
 from deepspeed_hybrid.speculative.config import FULL, SLIDING
-from deepspeed_hybrid.speculative.draft import visible
-from deepspeed_hybrid.speculative.train import Answered, DraftTrainer, block_masks, draft_loss, draw_anchors
+from deepspeed_hybrid.speculative.train import Answered, DraftTrainer, block_masks, draft_loss, draw_anchors, visible
 
 TOKENS = 8
 
@@ -136,7 +135,7 @@ def alone(target, draft, features: torch.Tensor, anchor: int) -> torch.Tensor:
     def attend(layer, queries, own_keys, own_values):
         both = torch.cat([keys[:, :, layer], own_keys], 1), torch.cat([values[:, :, layer], own_values], 1)
         places = torch.arange(start + TOKENS)[None]
-        mask = visible(draft.config, layer, positions, places, torch.full_like(positions, start + TOKENS))
+        mask = visible(draft.config, layer, positions, places)
         scores = torch.einsum("bthe,bnhe->bhtn", queries, both[0].repeat_interleave(2, 2)) / 4
         weights = scores.masked_fill(~mask[:, None], -1e9).softmax(-1)
         return torch.einsum("bhtn,bnhe->bthe", weights, both[1].repeat_interleave(2, 2))
@@ -193,6 +192,9 @@ def test_no_gradient_reaches_the_policy():
     assert all(parameter.grad is None for parameter in target.parameters())
     assert all(torch.equal(weight, target.state_dict()[name]) for name, weight in before.items())
     assert all(parameter.grad is not None for parameter in draft.parameters())
+    given = seen[0].clone().requires_grad_()
+    trainer.update(rows, given)
+    assert given.grad is None
     loss.backward()  # which the draft's has left whole
     assert target.lm_head.weight.grad is not None
 
@@ -210,6 +212,17 @@ def test_rows_without_two_tokens_of_an_answer(target):
     trainer = DraftTrainer(target, tiny_draft(target))
     with pytest.raises(ValueError, match="at least two tokens"):
         trainer.update(Answered(torch.ones(2, 5, dtype=torch.int64), torch.tensor([[False] * 4 + [True]] * 2)))
+
+
+def test_settings_of_a_trainer(target):
+    """Long blocks are trained further out; a gradient that is cut to nothing changes nothing, though Adam scales it."""
+    assert [DraftTrainer(target, tiny_draft(target, block_size=size)).decay for size in (8, 16)] == [4.0, 7.0]
+    draft, rows = tiny_draft(target), rows_of([14, 9], 2)
+    before = draft.fc.weight.clone()
+    DraftTrainer(target, draft, learning_rate=1e-2, decay=2.0, clip=1e-12).update(rows)
+    assert (draft.fc.weight - before).abs().max() < 1e-5
+    assert DraftTrainer(target, draft, learning_rate=1e-2).update(rows).loss.isfinite()
+    assert (draft.fc.weight - before).abs().max() > 5e-3
 
 
 # ------------------------------------------------------------------------------------------------------------ learning
