@@ -215,7 +215,7 @@ def test_rows_without_two_tokens_of_an_answer(target):
 
 
 def test_settings_of_a_trainer(target):
-    """Long blocks are trained further out; a gradient that is cut to nothing changes nothing, though Adam scales it."""
+    """Long blocks are trained further out; a gradient cut to nothing changes nothing, though Adam scales it."""
     assert [DraftTrainer(target, tiny_draft(target, block_size=size)).decay for size in (8, 16)] == [4.0, 7.0]
     draft, rows = tiny_draft(target), rows_of([14, 9], 2)
     before = draft.fc.weight.clone()
