@@ -5,9 +5,10 @@
 
 import pytest
 import torch
-from harness import LateFlags, rollout_of
+from harness import LateFlags, greedy, rollout_of
 from models import VOCAB, ragged_prompts
 from mtp_cases import Oracle, assert_as_by_the_oracle, mtp_rollout, taught_mtp, tiny_mtp, tiny_target, watch_proposals
+from prompt_ops import reference_ops
 from speculative_cases import Schedule, figures
 
 from deepspeed_hybrid import RolloutRequest, SamplingConfig
@@ -53,6 +54,16 @@ def test_every_pass_is_the_oracles(target, taught, proposes, budget, blocks, cas
     assert assert_as_by_the_oracle(seen, Oracle(target, draft), prompts, batch, samples) >= 8
     if proposes == "taught":
         assert figures(rollout)["tokens_per_step"] > 1.5
+
+
+def test_behind_prompts_that_run_as_on_a_gpu(target, taught):
+    """Where no draft watches, only rows' last tokens go on behind the last mixer."""
+    prompts, rollout = ragged_prompts([18, 9, 30]), mtp_rollout(target, taught)
+    rollout._injection.prompt = reference_ops()
+    rollout._injection.follow()
+    seen = watch_proposals(rollout)
+    batch = greedy(rollout, prompts, 4)
+    assert assert_as_by_the_oracle(seen, Oracle(target, taught), prompts, batch, 1) >= 3
 
 
 @torch.no_grad()
