@@ -198,7 +198,7 @@ def answers(
     speaks = SimpleNamespace(pad_token_id=pad, eos_token_id=tokenizer.eos_token_id)
     rollout = HybridEngineRollout(SimpleNamespace(module=target), speaks)
     waiting: list[list[int]] = []
-    call = short = 0
+    call, longer = 0, False
     while True:
         while len(waiting) < rows:
             waiting += chance.sample(encoded, len(encoded))
@@ -209,11 +209,11 @@ def answers(
         sampling = SamplingConfig(max_new_tokens=tokens, temperature=temperature, seed=seed * 1000003 + call)
         batch = rollout.generate(RolloutRequest(ids.to(target.device), mask.to(target.device)), sampling)
         call += 1
-        short = short + rows if int(batch.response_lengths.max()) < 2 else 0
-        if short >= len(encoded):
-            raise ValueError(f"the model answers no prompt of {file} with more than one token")
-        if not short:
+        if int(batch.response_lengths.max()) > 1:
+            longer = True
             yield Answered.of(batch)
+        elif not longer and call * rows >= len(encoded):
+            raise ValueError(f"the model answers no prompt of {file} with more than one token")
 
 
 def passages(
