@@ -66,6 +66,14 @@ def test_behind_prompts_that_run_as_on_a_gpu(target, taught):
     assert assert_as_by_the_oracle(seen, Oracle(target, taught), prompts, batch, 1) >= 3
 
 
+def test_made_in_inference_mode(target):
+    draft = tiny_mtp(target)
+    with torch.inference_mode():
+        drafter = MtpDrafter(draft, ModelCall(target), 4)
+    drafter.refresh()
+    assert not any(part.is_inference() for part in drafter.draft.parameters())
+
+
 @torch.no_grad()
 def test_only_what_the_embedding_can_read_is_guessed():
     """A head may have more rows, and a bias, here one that likes these."""

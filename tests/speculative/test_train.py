@@ -206,6 +206,8 @@ def test_features_of_a_forward_of_the_trainers_own(target):
     with trainer.watching() as seen, torch.no_grad():
         target(input_ids=rows.ids, attention_mask=(rows.ids != 0).long(), use_cache=False)
     torch.testing.assert_close(seen[0][1, :12], trainer.features(rows)[1, :12], atol=1e-5, rtol=1e-4)
+    turned = DraftTrainer(target, tiny_draft(target, target_layer_ids=(0, 3))).features(rows)
+    assert torch.equal(torch.cat(turned.chunk(2, dim=-1)[::-1], dim=-1), trainer.features(rows))
 
 
 def test_rows_without_two_tokens_of_an_answer(target):
