@@ -229,13 +229,13 @@ def _add_train_draft(commands) -> None:
         ("rows", 8, "rows a step"),
         ("tokens", 512, "tokens of an answer, or of a row of text"),
         ("reuse", 4, "steps on one batch"),
-        ("layers", 5, "layers of a DFlash draft model"),
         ("anchors", 64, "blocks a row"),
     ):
         command.add_argument(f"--{name}", type=positive, default=default, help=f"{what} (default: %(default)s)")
+    command.add_argument("--layers", type=positive, metavar="N", help="layers of a DFlash draft model (default: 5)")
     command.add_argument("--block", type=positive, help="tokens of a block (default: 16, and 4 with --kind mtp)")
     command.add_argument(
-        "--mask-token", type=int, metavar="ID", help="that stands for a guess (default: the first that is not used)"
+        "--mask-token", type=int, metavar="ID", help="of DFlash's guesses (default: the first that is not used)"
     )
     command.add_argument(
         "--rate", type=float, help="learning rate (default: 6e-4, and 1e-5 for an MTP head that the model brings)"

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from harness import answers, rollout_of
 from models import VOCAB
@@ -14,6 +15,7 @@ from deepspeed_hybrid.compat import text_model
 from deepspeed_hybrid.speculative.config import DraftConfig
 from deepspeed_hybrid.speculative.draft import DFlashDraft
 from deepspeed_hybrid.speculative.rope import RopeSettings
+from deepspeed_hybrid.speculative.train import draw_anchors
 
 MASK = VOCAB - 1  # of drafts for the tiny models
 
@@ -36,6 +38,15 @@ def draft_config(target: torch.nn.Module, **options) -> DraftConfig:
         sliding_window=5,
     )
     return DraftConfig(**{**settings, **options})
+
+
+def with_head_bias(target: torch.nn.Module) -> torch.nn.Module:
+    """The target, whose head prefers some tokens whatever it reads."""
+    head = target.lm_head
+    target.lm_head = torch.nn.Linear(head.in_features, head.out_features)
+    target.lm_head.weight.data.copy_(head.weight.data)
+    torch.nn.init.normal_(target.lm_head.bias)
+    return target
 
 
 def tiny_draft(target: torch.nn.Module, seed: int = 0, **options) -> DFlashDraft:
@@ -68,6 +79,23 @@ def figures(rollout: HybridEngineRollout) -> dict:
 def script_of(batch, samples: int = 1) -> dict[tuple[int, int], list[int]]:
     """What a scripted drafter has to know of a plain run's answers."""
     return {(row // samples, row % samples): tokens.tolist() for row, tokens in enumerate(answers(batch))}
+
+
+def assert_gradients_are_slopes(trainer, rows) -> None:
+    """Of each weight: a step along its gradient changes the loss as much as the gradient says."""
+    features = trainer.features(rows)
+    anchors, found = draw_anchors(rows.answered, 8, torch.Generator().manual_seed(0))
+    trainer.loss(features, rows, anchors, found).loss.backward()
+    for name, weight in trainer.draft.named_parameters():
+        size, start = float(weight.grad.norm()), weight.detach().clone()
+        step = 2e-3 * float(start.norm()) * weight.grad / size
+        losses = []
+        for sign in (1, -1):
+            weight.data = start + sign * step
+            losses.append(float(trainer.loss(features, rows, anchors, found).loss.detach()))
+        weight.data = start
+        slope = (losses[0] - losses[1]) / float(2 * step.norm())
+        assert slope == pytest.approx(size, rel=0.05), name
 
 
 class ScriptedDrafter:

@@ -11,10 +11,9 @@ from pathlib import Path
 
 from deepspeed_hybrid.speculative.files import read_json
 from deepspeed_hybrid.speculative.rope import RopeSettings, rope_settings
-from deepspeed_hybrid.speculative.settings import is_amount, is_count, of_kind, require
+from deepspeed_hybrid.speculative.settings import is_amount, is_count, needed, of_kind, require
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-OTHER_ARCHITECTURES = ("DFlash2DraftModel", "DSparkDraftModel", "Qwen3DSparkModel", "DominoDraftModel")
 # Settings of relatives of DFlash, whose drafts this forward would compute wrongly. Unset they do no harm.
 OTHER_SETTINGS = (
     "conv_kernel_size",
@@ -84,12 +83,9 @@ class DraftConfig:
             "different layer numbers from 0",
         )
         require("mask_token_id", self.mask_token_id, is_count(self.mask_token_id, 0), "a token id")
-        for name, values, wanted in (
-            ("layer_types", types, "full_attention or sliding_attention"),
-            ("causal", self.causal, "True or False"),
-        ):
-            known = all(value in (FULL, SLIDING) for value in types) if name == "layer_types" else True
-            require(name, values, len(values) == self.num_layers and known, f"one {wanted} for each layer")
+        known = len(types) == self.num_layers and all(kind in (FULL, SLIDING) for kind in types)
+        require("layer_types", types, known, "one full_attention or sliding_attention for each layer")
+        require("causal", self.causal, len(self.causal) == self.num_layers, "one True or False for each layer")
         if SLIDING in types:
             require(
                 "sliding_window", self.sliding_window, is_count(self.sliding_window), "an integer where layers slide"
@@ -105,41 +101,30 @@ class DraftConfig:
         nested = of_kind("dflash_config", raw.get("dflash_config"), dict, "an object") or {}
         _refuse_relatives(raw, nested)
 
-        def needed(name: str) -> int:
-            value = raw.get(name)
-            if value is None:
-                raise ValueError(f"the draft's config.json must have {name}")
-            require(name, value, is_count(value), "an integer of at least 1")
-            return value
-
-        def either(name: str):
-            """Of the nested settings first; null is as good as nothing."""
-            return raw.get(name) if nested.get(name) is None else nested[name]
-
-        layers, heads = needed("num_hidden_layers"), needed("num_attention_heads")
-        targets = of_kind("num_target_layers", either("num_target_layers"), int, "an integer")
-        mask = either("mask_token_id")
+        layers, heads = needed(raw, "num_hidden_layers"), needed(raw, "num_attention_heads")
+        targets = of_kind("num_target_layers", _either(raw, nested, "num_target_layers"), int, "an integer")
+        mask = _either(raw, nested, "mask_token_id")
         if mask is None:
-            raise ValueError("the draft's config.json must have mask_token_id, on top or in dflash_config")
-        block = either("block_size")
+            raise ValueError("the config.json of draft_model must have mask_token_id, on top or in dflash_config")
+        block = _either(raw, nested, "block_size")
         if block is None:
-            raise ValueError("the draft's config.json must have block_size, on top or in dflash_config")
+            raise ValueError("the config.json of draft_model must have block_size, on top or in dflash_config")
         types, window = _layer_types(raw, nested, layers)
         causal = nested.get("causal") if raw.get("is_causal") is None else raw["is_causal"]
         of_kind("is_causal", causal, bool, "true or false")
-        head_dim = raw.get("head_dim") or needed("hidden_size") // heads
+        head_dim = raw.get("head_dim") or needed(raw, "hidden_size") // heads
         require("head_dim", head_dim, is_count(head_dim), "an integer of at least 1")
         return cls(
-            hidden_size=needed("hidden_size"),
-            intermediate_size=needed("intermediate_size"),
+            hidden_size=needed(raw, "hidden_size"),
+            intermediate_size=needed(raw, "intermediate_size"),
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=raw.get("num_key_value_heads") or heads,
             head_dim=head_dim,
             block_size=block,
-            target_layer_ids=_target_layers(either("target_layer_ids"), targets, layers),
+            target_layer_ids=_target_layers(_either(raw, nested, "target_layer_ids"), targets, layers),
             mask_token_id=mask,
-            vocab_size=needed("vocab_size"),
+            vocab_size=needed(raw, "vocab_size"),
             rope=rope_settings(raw, head_dim),
             rms_norm_eps=1e-6 if raw.get("rms_norm_eps") is None else raw["rms_norm_eps"],
             attention_bias=bool(of_kind("attention_bias", raw.get("attention_bias"), bool, "true or false")),
@@ -217,21 +202,25 @@ class DraftConfig:
             )
 
 
+def _either(raw: dict, nested: dict, name: str):
+    """Of the nested settings first; null is as good as nothing."""
+    return raw.get(name) if nested.get(name) is None else nested[name]
+
+
 def _refuse_relatives(raw: dict, nested: dict) -> None:
     for name in of_kind("architectures", raw.get("architectures"), list, "a list") or ():
         if name != "DFlashDraftModel":
-            known = "a relative of DFlash that is" if name in OTHER_ARCHITECTURES else "an architecture that is"
-            raise ValueError(f"draft_model has architecture {name}, {known} not supported; DFlashDraftModel is")
-    projector = nested.get("projector_type", raw.get("projector_type"))
+            raise ValueError(f"draft_model has architecture {name}, which is not supported; DFlashDraftModel is")
+    projector = _either(raw, nested, "projector_type")
     if projector not in (None, "dflash"):
         raise ValueError(f"draft_model has projector_type {projector!r}, which is not supported")
     for name in OTHER_SETTINGS:
-        value = nested.get(name, raw.get(name))
+        value = _either(raw, nested, name)
         neutral = {"embed_scale": 1, "draft_vocab_size": raw.get("vocab_size")}.get(name)
         if value is True or value not in (None, False, 0, neutral):
             raise ValueError(f"draft_model sets {name}={value!r}, which is not supported")
     for name, wanted in (("hidden_act", "silu"), ("is_neox_style", True), ("rope_is_neox_style", True)):
-        value = raw.get(name, nested.get(name))
+        value = _either(raw, nested, name)
         if value not in (None, wanted):
             raise ValueError(f"draft_model sets {name}={value!r}, which is not supported; {wanted!r} is")
 
@@ -242,7 +231,7 @@ def _target_layers(ids, targets: int | None, count: int) -> tuple[int, ...]:
         return tuple(of_kind("target_layer_ids", ids, list, "a list"))
     if targets is None:
         raise ValueError(
-            "the draft's config.json must have target_layer_ids, or num_target_layers to derive them from"
+            "the config.json of draft_model must have target_layer_ids, or num_target_layers to derive them from"
         )
     if count == 1:
         return (targets // 2,)

@@ -97,9 +97,8 @@ class PayingBlock:
         self.begin()
 
     def begin(self) -> None:
-        self._known: dict[
-            int, list[int]
-        ] = {}  # length -> what had come out of its steps when they were last looked at
+        # By length, what had come out of its steps when they were last looked at.
+        self._known: dict[int, list[int]] = {}
         self._end_period(idle=False)
 
     def _end_period(self, idle: bool) -> None:

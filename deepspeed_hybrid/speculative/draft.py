@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from deepspeed_hybrid.speculative.config import SLIDING, DraftConfig
+from deepspeed_hybrid.speculative.config import DraftConfig
+from deepspeed_hybrid.speculative.rope import Rotary, rotated
 
 # Shapes: B rows, T block tokens, N context tokens, D hidden, C = D * features, L layers, H/G heads, E head_dim.
 
@@ -98,17 +99,7 @@ class DFlashDraft(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        # Kept out of buffers: a cast of the model to 16 bits must not round frequencies.
-        self._inv_freq = config.rope.inv_freq()
-
-    def rotary(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [..., 1, E] of positions [...]."""
-        if self._inv_freq.device != positions.device:
-            self._inv_freq = self._inv_freq.to(positions.device)
-        angles = positions[..., None].float() * self._inv_freq
-        angles = torch.cat([angles, angles], dim=-1)[..., None, :]
-        scaling = self.config.rope.scaling
-        return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
+        self.rotary = Rotary(config.rope)
 
     def context(self, features: torch.Tensor) -> torch.Tensor:
         """What every layer sees of the target: features [B, N, C], in the order of target_layer_ids -> [B, N, D]."""
@@ -139,13 +130,6 @@ class DFlashDraft(nn.Module):
         return self.norm(hidden)
 
 
-def rotated(heads: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotate [B, T, H, E], the first half of a head against the second."""
-    cos, sin = rotary
-    first, second = heads.chunk(2, dim=-1)
-    return heads * cos + torch.cat([-second, first], dim=-1) * sin
-
-
 def attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """[B, T, H, E] over keys and values [B, N, G, E]; mask [B, T, N] bool, True where a query sees a key.
 
@@ -156,23 +140,3 @@ def attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, m
     seen = mask[:, None, None].expand(-1, -1, shared, -1, -1).flatten(2, 3)
     mixed = F.scaled_dot_product_attention(packed, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=seen)
     return mixed.unflatten(2, (shared, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
-
-
-def visible(
-    config: DraftConfig, layer: int, query_positions: torch.Tensor, key_positions: torch.Tensor, end: torch.Tensor
-) -> torch.Tensor:
-    """Which keys a query of a layer sees, of its own block and of the context before it.
-
-    Args:
-        query_positions: [B, T].
-        key_positions: [B, N] or [1, N]; a block's keys are those from its anchor's position on.
-        end: [B, T], the position behind the query's block.
-
-    Returns:
-        [B, T, N] bool.
-    """
-    queries, keys = query_positions[..., None], key_positions[:, None, :]
-    seen = keys <= queries if config.causal[layer] else keys < end[..., None]
-    if config.layer_types[layer] == SLIDING:
-        seen = seen & (keys > queries - config.sliding_window)
-    return seen

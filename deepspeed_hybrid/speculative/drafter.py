@@ -22,7 +22,6 @@ class Drafter(Protocol):
     """What proposes tokens. It may be wrong in any way: only speed depends on it."""
 
     layer_ids: tuple[int, ...]  # whose features it wants, in this order; none: ()
-    most_tokens: int  # of a block, the anchor among them
 
     def attach(self, cache: SlotCache) -> None:
         """Hang what it keeps of each slot on a new cache, to be forked and moved with it."""
@@ -63,7 +62,6 @@ class DFlashDrafter:
         self.source, self.call, self._cache_dtype = source, call, cache_dtype
         config = source.config
         self.layer_ids = config.target_layer_ids
-        self.most_tokens = config.block_size
         self.row = config.num_layers, config.num_kv_heads, config.head_dim
         self.cache: DraftCache | None = None
         self._serve()

@@ -24,8 +24,9 @@ import torch
 from torch import nn
 
 from deepspeed_hybrid.compat import text_model
-from deepspeed_hybrid.speculative.draft import DraftMLP, rotated
+from deepspeed_hybrid.speculative.draft import DraftMLP
 from deepspeed_hybrid.speculative.mtp_config import MtpConfig
+from deepspeed_hybrid.speculative.rope import Rotary, rotated
 
 # Shapes: B rows, T tokens, D hidden, H/G heads, E head_dim.
 
@@ -63,12 +64,12 @@ class GatedAttention(nn.Module):
     def keys_values(self, x: torch.Tensor, rotary: tuple) -> tuple[torch.Tensor, torch.Tensor]:
         """[B, T, D] -> keys and values [B, T, G, E], keys normalised and rotated."""
         keys = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
-        return partly_rotated(keys, rotary), self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        return rotated(keys, rotary), self.v_proj(x).unflatten(-1, (-1, self.head_dim))
 
     def forward(self, x: torch.Tensor, rotary: tuple, attend: Attend) -> torch.Tensor:
         # Each head's gate is behind its query.
         queries, gates = self.q_proj(x).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
-        mixed = attend(partly_rotated(self.q_norm(queries), rotary), *self.keys_values(x, rotary))
+        mixed = attend(rotated(self.q_norm(queries), rotary), *self.keys_values(x, rotary))
         return self.o_proj((mixed * torch.sigmoid(gates)).flatten(2))
 
 
@@ -101,17 +102,7 @@ class MtpDraft(nn.Module):
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.layers = nn.ModuleList([MtpLayer(config)])
         self.norm = ZeroCentredNorm(config.hidden_size, config.rms_norm_eps)
-        # Kept out of buffers: a cast of the model to 16 bits must not round frequencies.
-        self._inv_freq = config.rope.inv_freq()
-
-    def rotary(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [..., 1, turned dimensions] of positions [...]."""
-        if self._inv_freq.device != positions.device:
-            self._inv_freq = self._inv_freq.to(positions.device)
-        angles = positions[..., None].float() * self._inv_freq
-        angles = torch.cat([angles, angles], dim=-1)[..., None, :]
-        scaling = self.config.rope.scaling
-        return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
+        self.rotary = Rotary(config.rope)
 
     def merged(self, embeddings: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """The layer's input for tokens' embeddings and the hidden states before them, [B, T, D] each -> [B, T, D]."""
@@ -138,12 +129,6 @@ class MtpDraft(nn.Module):
         """
         (layer,) = self.layers
         return self.norm(layer(x, self.rotary(positions, x.dtype), attend))
-
-
-def partly_rotated(heads: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """[B, T, H, E], of which as many dimensions turn as ``rotary`` has, the first of them."""
-    turned = rotary[0].shape[-1]
-    return torch.cat([rotated(heads[..., :turned], rotary), heads[..., turned:]], dim=-1)
 
 
 def behind_last_norm(model: nn.Module, features: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from deepspeed_hybrid.speculative.files import read_json
 from deepspeed_hybrid.speculative.rope import RopeSettings, rope_settings
-from deepspeed_hybrid.speculative.settings import is_amount, is_count, of_kind, require
+from deepspeed_hybrid.speculative.settings import is_amount, is_count, needed, of_kind, require
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
 PARTIAL_ROTARY = 0.25  # of a head, where a configuration does not say
@@ -70,16 +70,11 @@ class MtpConfig:
             if own.get(name) not in (None, supported):
                 raise ValueError(f"{whose} sets {name}={own[name]!r}, which is not supported; {supported!r} is")
 
-        def needed(name: str) -> int:
-            if own.get(name) is None:
-                raise ValueError(f"the config.json of {whose} must have {name}")
-            require(name, own[name], is_count(own[name]), "an integer of at least 1")
-            return own[name]
-
-        heads, head_dim = needed("num_attention_heads"), needed("head_dim")
+        names = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")
+        hidden_size, intermediate_size, heads, head_dim = (needed(own, name, whose) for name in names)
         return cls(
-            hidden_size=needed("hidden_size"),
-            intermediate_size=needed("intermediate_size"),
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
             num_heads=heads,
             num_kv_heads=own.get("num_key_value_heads") or heads,
             head_dim=head_dim,

@@ -55,7 +55,7 @@ def mtp_loss(
     """Cross entropy of the tokens behind those of the chains, the further from the anchor the less.
 
     Args:
-        hidden: [R, S, D] of the target, behind its last norm.
+        hidden: [R, S, D] of the target, behind its last norm; it gets no gradient.
         anchors, found: [R, N], of :func:`deepspeed_hybrid.speculative.train.draw_anchors`; the first token of a row
             starts no chain.
         embedding, head, head_bias: the target's; they get no gradient.
@@ -125,17 +125,6 @@ class MtpTrainer(FeatureTrainer):
 
     def loss(self, features: torch.Tensor, rows: Answered, anchors: torch.Tensor, found: torch.Tensor) -> DraftLoss:
         head, embedding = self.model.get_output_embeddings(), text_model(self.model).embed_tokens.weight
-        with torch.no_grad():
-            hidden = behind_last_norm(self.model, features)
-        return mtp_loss(
-            self.draft,
-            hidden,
-            rows,
-            anchors,
-            found,
-            embedding,
-            head.weight,
-            head.bias,
-            self.tokens,
-            self.decay,
-        )
+        hidden = behind_last_norm(self.model, features)
+        chains, theirs = (rows, anchors, found), (embedding, head.weight, head.bias)
+        return mtp_loss(self.draft, hidden, *chains, *theirs, self.tokens, self.decay)

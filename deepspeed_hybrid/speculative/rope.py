@@ -73,6 +73,33 @@ class RopeSettings:
         return self.head_dim * math.log(positions / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
+class Rotary:
+    """A rotary embedding's tables. It is no module: a cast of the model to 16 bits must not round frequencies.
+
+    Args:
+        settings: ``head_dim`` of them is how many dimensions of a head turn, the first ones.
+    """
+
+    def __init__(self, settings: RopeSettings):
+        self._scaling, self._inv_freq = settings.scaling, settings.inv_freq()
+
+    def __call__(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [..., 1, turned dimensions] of positions [...]."""
+        if self._inv_freq.device != positions.device:
+            self._inv_freq = self._inv_freq.to(positions.device)
+        angles = positions[..., None].float() * self._inv_freq
+        angles = torch.cat([angles, angles], dim=-1)[..., None, :]
+        return (angles.cos() * self._scaling).to(dtype), (angles.sin() * self._scaling).to(dtype)
+
+
+def rotated(heads: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """[B, T, H, E], of which as many dimensions turn as the tables have, the first half of them against the second."""
+    cos, sin = tables
+    turning, still = heads.split([cos.shape[-1], heads.shape[-1] - cos.shape[-1]], dim=-1)
+    first, second = turning.chunk(2, dim=-1)
+    return torch.cat([turning * cos + torch.cat([-second, first], dim=-1) * sin, still], dim=-1)
+
+
 def rope_settings(raw: dict, head_dim: int) -> RopeSettings:
     """From ``rope_parameters``, or ``rope_scaling`` with its theta or without, or ``rope_theta`` alone.
 
@@ -111,14 +138,11 @@ def rope_settings(raw: dict, head_dim: int) -> RopeSettings:
     if positions is None:
         raise ValueError("draft_model has rope type 'yarn' without original_max_position_embeddings")
     require("original_max_position_embeddings", positions, is_count(positions), "an integer of at least 1")
-    return RopeSettings(
-        head_dim,
-        float(theta),
-        kind,
-        float(factor),
-        positions,
-        float(settings.get("beta_fast") or 32),
-        float(settings.get("beta_slow") or 1),
-        settings.get("attention_factor"),
-        settings.get("truncate", True),
-    )
+    fast, slow = settings.get("beta_fast") or 32, settings.get("beta_slow") or 1
+    scaling, truncate = settings.get("attention_factor"), settings.get("truncate", True)
+    for name, value in (("beta_fast", fast), ("beta_slow", slow)):
+        require(f"rope {name}", value, is_amount(value), "a number above 0")
+    require("rope attention_factor", scaling, scaling is None or is_amount(scaling), "a number above 0")
+    require("rope truncate", truncate, isinstance(truncate, bool), "true or false")
+    betas = float(fast), float(slow)
+    return RopeSettings(head_dim, float(theta), kind, float(factor), positions, *betas, scaling, truncate)

@@ -20,6 +20,14 @@ def require(name: str, value: object, accepted: bool, what: str) -> None:
         raise ValueError(f"the draft's {name} must be {what}; got {value!r}")
 
 
+def needed(raw: dict, name: str, whose: str = "draft_model") -> int:
+    """A count that a configuration has to have."""
+    if raw.get(name) is None:
+        raise ValueError(f"the config.json of {whose} must have {name}")
+    require(name, raw[name], is_count(raw[name]), "an integer of at least 1")
+    return raw[name]
+
+
 def of_kind(name: str, value: Any, kind: type, what: str) -> Any:
     """A setting as it is, which may be null."""
     require(name, value, value is None or isinstance(value, kind), what)

@@ -19,8 +19,8 @@ from torch import nn
 from deepspeed_hybrid.compat import causal_model, text_model
 from deepspeed_hybrid.generation.batch import RolloutBatch
 from deepspeed_hybrid.speculative.capture import FeatureCapture
-from deepspeed_hybrid.speculative.config import DraftConfig
-from deepspeed_hybrid.speculative.draft import DFlashDraft, attention, visible
+from deepspeed_hybrid.speculative.config import SLIDING, DraftConfig
+from deepspeed_hybrid.speculative.draft import DFlashDraft, attention
 
 # Shapes: R rows, S tokens, N anchors a row, T block tokens, C features, D hidden.
 
@@ -68,6 +68,21 @@ def draw_anchors(
     return anchors, found.gather(1, order)
 
 
+def visible(config: DraftConfig, layer: int, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Which keys a query of a layer sees, of its own block and of the context before it.
+
+    Args:
+        queries: [R, Q], their positions.
+        keys: [R, K] or [1, K], theirs.
+
+    Returns:
+        [R, Q, K] bool.
+    """
+    queries, keys = queries[..., None], keys[:, None, :]
+    seen = (keys <= queries) | (not config.causal[layer])
+    return seen & (keys > queries - config.sliding_window) if config.layer_types[layer] == SLIDING else seen
+
+
 def block_masks(config: DraftConfig, anchors: torch.Tensor, length: int) -> list[torch.Tensor]:
     """For each layer [R, N * T, S + N * T] bool: what a block's token sees of the context, and then of all blocks."""
     tokens = config.block_size
@@ -78,8 +93,8 @@ def block_masks(config: DraftConfig, anchors: torch.Tensor, length: int) -> list
     together = blocks[:, None] == blocks[None, :]
     masks = []
     for layer in range(config.num_layers):
-        before = visible(config, layer, positions, context, start + tokens) & (context[:, None] < start[..., None])
-        within = visible(config, layer, positions, positions, start + tokens) & together
+        before = visible(config, layer, positions, context) & (context[:, None] < start[..., None])
+        within = visible(config, layer, positions, positions) & together
         masks.append(torch.cat([before, within], dim=-1))
     return masks
 

@@ -32,7 +32,7 @@ from deepspeed_hybrid.tools.process import quiet
 
 WARM_UP, LAST_RATE = 40, 0.05  # steps up to the learning rate; the share of it that the last step has
 RATE, FOLLOWING_RATE = 6e-4, 1e-5  # from scratch, and of a head that the model brings
-BLOCK, MTP_BLOCK = 16, 4
+LAYERS, BLOCK, MTP_BLOCK = 5, 16, 4
 
 
 def train_draft(
@@ -45,7 +45,7 @@ def train_draft(
     rows: int,
     tokens: int,
     reuse: int,
-    layers: int,
+    layers: int | None,
     block: int | None,
     mask_token: int | None,
     anchors: int,
@@ -65,7 +65,7 @@ def train_draft(
         rows: of a step.
         tokens: of an answer, or of a row of text.
         reuse: steps on one batch of answers.
-        layers: of a DFlash draft model.
+        layers: of a DFlash draft model; None: 5.
         block: tokens of a block; None: 16, and 4 for a head.
         mask_token: id of the token that stands for DFlash's guesses; None: the first that the tokenizer does not use.
         anchors: blocks a row.
@@ -74,14 +74,16 @@ def train_draft(
         seed: of weights, the order of prompts, answers and anchors.
 
     Raises:
-        ValueError: no such folder or file, a file with nothing to train on, no token to spare, or ``out`` is the
-            model's own folder.
+        ValueError: no such folder or file, a file with nothing to train on, no token to spare, an option of the other
+            kind, or ``out`` is the model's own folder.
     """
     if model.startswith(("/", ".", "~")) and not Path(model).is_dir():  # transformers would take it for a name
         raise ValueError(f"--model must be a folder, or a name that transformers knows; got {model!r}")
     for option, file in (("--prompts", prompts), ("--text", text)):
         if file is not None and not file.is_file():
             raise ValueError(f"{option} must be a file; got {str(file)!r}")
+    if kind == "mtp" and (layers, mask_token) != (None, None):
+        raise ValueError("--layers and --mask-token are of a DFlash draft model: leave them out with --kind mtp")
     if out.exists() and Path(model).exists() and out.samefile(model):
         raise ValueError(f"--out must be another folder than the model's, whose files it would overwrite; got {out}")
     quiet()
@@ -97,7 +99,8 @@ def train_draft(
         trainer = MtpTrainer(target, head.to(device), rate, MTP_BLOCK if block is None else block, anchors, seed=seed)
     else:
         rate = RATE if rate is None else rate
-        config = fresh_config(target, len(tokenizer), layers, BLOCK if block is None else block, mask_token)
+        sizes = LAYERS if layers is None else layers, BLOCK if block is None else block
+        config = fresh_config(target, len(tokenizer), *sizes, mask_token)
         trainer = DraftTrainer(target, DFlashDraft(config).to(device), rate, anchors, seed=seed)
     if prompts is not None:
         batches = answers(target, tokenizer, prompts, rows, tokens, temperature, seed)
@@ -178,7 +181,13 @@ def spread_layers(depth: int, count: int) -> tuple[int, ...]:
 def answers(
     target: nn.Module, tokenizer, file: Path, rows: int, tokens: int, temperature: float, seed: int
 ) -> Iterator[Answered]:
-    """The model's answers to ``rows`` prompts at a time, in a new order each time round, for ever."""
+    """The model's answers to ``rows`` prompts at a time, in a new order each time round, for ever.
+
+    Prompts that are all answered by one token, as by an end, are passed over: there is nothing to guess behind it.
+
+    Raises:
+        ValueError: there is no prompt, or none has a longer answer.
+    """
     lines = [line for line in file.read_text().splitlines() if line.strip()]
     if not lines:
         raise ValueError(f"{file} has no prompt")
@@ -189,7 +198,7 @@ def answers(
     speaks = SimpleNamespace(pad_token_id=pad, eos_token_id=tokenizer.eos_token_id)
     rollout = HybridEngineRollout(SimpleNamespace(module=target), speaks)
     waiting: list[list[int]] = []
-    call = 0
+    call, longer = 0, False
     while True:
         while len(waiting) < rows:
             waiting += chance.sample(encoded, len(encoded))
@@ -199,8 +208,12 @@ def answers(
         mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in some])
         sampling = SamplingConfig(max_new_tokens=tokens, temperature=temperature, seed=seed * 1000003 + call)
         batch = rollout.generate(RolloutRequest(ids.to(target.device), mask.to(target.device)), sampling)
-        yield Answered.of(batch)
         call += 1
+        if int(batch.response_lengths.max()) > 1:
+            longer = True
+            yield Answered.of(batch)
+        elif not longer and call * rows >= len(encoded):
+            raise ValueError(f"the model answers no prompt of {file} with more than one token")
 
 
 def passages(

@@ -16,7 +16,8 @@ from deepspeed_hybrid.speculative.mtp_weights import load_mtp, save_mtp
 from deepspeed_hybrid.speculative.weights import load_draft, save_draft
 
 LOADERS = {"dflash": load_draft, "mtp": load_mtp}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": "4k"}
+GOOD_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+YARN = {**GOOD_YARN, "original_max_position_embeddings": "4k"}
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +77,10 @@ def test_weights_that_are_there_twice(saved, tmp_path):
                 (dict(rope_parameters=[1]), r"rope_parameters must be an object; got \[1\]"),
                 (dict(rope_parameters={"rope_theta": -1}), "rope_theta must be a number above 1; got -1"),
                 (dict(rope_parameters={"rope_type": "linear", "factor": 0}), "rope factor must be a number above 0"),
+                (dict(rope_parameters={**GOOD_YARN, "beta_fast": "x"}), "rope beta_fast must be a number above 0"),
+                (dict(rope_parameters={**GOOD_YARN, "beta_slow": -1}), "rope beta_slow must be a number above 0"),
+                (dict(rope_parameters={**GOOD_YARN, "attention_factor": "1"}), "rope attention_factor must be a"),
+                (dict(rope_parameters={**GOOD_YARN, "truncate": "no"}), "rope truncate must be true or false"),
                 (dict(rope_parameters=YARN), "original_max_position_embeddings must be an integer .*; got '4k'"),
             )
         ),

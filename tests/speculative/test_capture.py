@@ -9,6 +9,7 @@ from harness import answers, prompt
 from models import ragged_prompts, tiny_model
 from speculative_cases import Schedule, speculative_rollout, tiny_draft
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from deepspeed_hybrid import RolloutRequest, SamplingConfig
 from deepspeed_hybrid.compat import text_model
@@ -103,6 +104,19 @@ def test_the_drafts_context_is_of_every_committed_token(blocks, budget, monkeypa
             for mine, theirs in zip(step[row], expected, strict=True):
                 torch.testing.assert_close(mine, theirs[0, : len(mine)], atol=5e-4, rtol=1e-3)
     assert len(checked) >= 2
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_with_their_hooks_within_a_checkpoint(reentrant):
+    """As in transformers before 5.24, which checkpoints a layer's forward alone."""
+    layers, seen, x = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), [], torch.randn(1, 2, 4, requires_grad=True)
+    with FeatureCapture((2, 0), lambda features: seen.append(features)).on(layers):
+        for _ in range(2):
+            hidden = x
+            for layer in layers:
+                hidden = checkpoint(layer, hidden, use_reentrant=reentrant)
+            hidden.sum().backward()
+    assert len(seen) == 2 and torch.equal(*seen)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -10,7 +10,7 @@ from models import ragged_prompts, tiny_model
 from speculative_cases import ScriptedDrafter, figures, script_of, speculative_rollout, tiny_draft
 
 from deepspeed_hybrid import RolloutRequest, SamplingConfig
-from deepspeed_hybrid.speculative.controller import PATIENCE, PERIOD, PROBE_PERIODS, FixedBlock, PayingBlock
+from deepspeed_hybrid.speculative.controller import KEEP, PATIENCE, PERIOD, PROBE_PERIODS, FixedBlock, PayingBlock
 
 LENGTHS = (1, 4, 8, 16)
 GOOD = [0.95] * 16
@@ -141,6 +141,27 @@ def test_what_was_queued_before_steps_is_not_measured():
         machine.times = TABLES["long ones cost"]
         machine.run(PERIOD - 1)
     assert machine.controller.seconds == pytest.approx(known)
+
+
+def test_a_longer_time_is_believed_slowly_and_a_shorter_one_at_once():
+    machine = Machine(TABLES["blocks are almost free"], GOOD)
+    machine.run(PERIOD * len(LENGTHS))
+    known = machine.controller.seconds
+    for time, believed in ((2.8, KEEP * 1.4 + (1 - KEEP) * 2.8), (0.7, 0.7)):
+        machine.times = {**machine.times, 16: time}
+        assert machine.run(PERIOD) == [16] * PERIOD
+        assert known[4, 16] == pytest.approx(believed)
+
+
+def test_shares_of_right_drafts_are_of_the_last_periods():
+    machine = Machine(TABLES["blocks are almost free"], GOOD)
+    machine.run(PERIOD * (len(LENGTHS) + 1))
+    machine.rates = POOR
+    before = machine.controller.rates[1]
+    assert machine.run(PERIOD) == [16] * PERIOD
+    assert machine.controller.rates[1] == pytest.approx(KEEP * before + (1 - KEEP) * POOR[0], abs=0.03)
+    machine.controller.rates = [None, 0.5, *[None] * 14]  # a place that was never reached is as good as that before it
+    assert machine.controller.expected(4) == 1 + 0.5 + 0.25 + 0.125
 
 
 def test_one_accident_is_not_for_ever():

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import VOCAB, tiny_model
+from mtp_cases import tiny_mtp
 from speculative_cases import MASK, tiny_draft
 
 from deepspeed_hybrid.cache.layers import StepPlan
@@ -16,6 +17,7 @@ from deepspeed_hybrid.generation.state import DecodeState
 from deepspeed_hybrid.speculative.config import FULL, SLIDING
 from deepspeed_hybrid.speculative.draft import DFlashDraft, RMSNorm
 from deepspeed_hybrid.speculative.drafter import DFlashDrafter
+from deepspeed_hybrid.speculative.rope import RopeSettings
 
 TOKENS = 6
 
@@ -35,15 +37,15 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def turn(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
+def turn(x: torch.Tensor, positions: torch.Tensor, rope: RopeSettings) -> torch.Tensor:
     """[N, heads, E] at positions [N], as complex numbers."""
     half = x.shape[-1] // 2
-    angles = positions[:, None].double() / theta ** (torch.arange(half).double() / half)
+    angles = positions[:, None].double() / rope.theta ** (torch.arange(half).double() / half)
     turned = (
         torch.complex(x[..., :half].double(), x[..., half:].double())
         * torch.polar(torch.ones_like(angles), angles)[:, None]
     )
-    return torch.cat([turned.real, turned.imag], dim=-1).to(x.dtype)
+    return (torch.cat([turned.real, turned.imag], dim=-1) * (rope.attention_factor or 1)).to(x.dtype)
 
 
 def dense(draft: DFlashDraft, features: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
@@ -69,10 +71,10 @@ def dense(draft: DFlashDraft, features: torch.Tensor, embeddings: torch.Tensor) 
         query = turn(
             norm(projected(u, "q").unflatten(-1, shape), own["self_attn.q_norm.weight"], eps),
             positions[context:],
-            config.rope.theta,
+            config.rope,
         )
         key = norm(projected(both, "k").unflatten(-1, shape), own["self_attn.k_norm.weight"], eps)
-        key = turn(key, positions, config.rope.theta)
+        key = turn(key, positions, config.rope)
         value = projected(both, "v").unflatten(-1, shape)
         mixed = torch.zeros_like(query)
         for head in range(config.num_heads):
@@ -151,6 +153,7 @@ LAYERS = {
     "sliding": dict(layer_types=(SLIDING, SLIDING)),
     "mixed": dict(layer_types=(SLIDING, FULL)),
     "both ways": dict(layer_types=(SLIDING, FULL), causal=(False, False)),
+    "scaled": dict(rope=RopeSettings(16, attention_factor=1.3)),
 }
 
 
@@ -174,9 +177,12 @@ def test_blocks_over_the_cache_are_dense_ones(options):
         assert torch.equal(served.proposed[row], logits.argmax(-1))
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_one_product_for_all_layers_is_layer_by_layer(bias):
-    draft = lively(tiny_draft(tiny_model(), attention_bias=bias))
+@pytest.mark.parametrize("options", [{}, LAYERS["bias"], LAYERS["scaled"]], ids=["plain", "bias", "scaled"])
+def test_one_product_for_all_layers_is_layer_by_layer(options):
+    draft = lively(tiny_draft(tiny_model(), **options))
+    attention = draft.layers[0].self_attn
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    assert {one.bias is not None for one in projections} == {"attention_bias" in options}
     served, features = Served(draft), torch.randn(2, 5, draft.fc.in_features)
     with torch.no_grad():
         single = draft.context_keys_values(draft.context(features), torch.arange(5)[None].expand(2, -1))
@@ -245,6 +251,13 @@ def test_norms_are_plain():
     theirs = type(tiny_model().model.norm)(8)
     theirs.weight = torch.nn.Parameter(weight)
     assert not torch.allclose(plain(x), theirs(x), atol=1e-2)
+
+
+@pytest.mark.parametrize("make", [tiny_draft, tiny_mtp])
+def test_a_cast_leaves_frequencies_alone(make):
+    draft, far = make(tiny_model()), torch.tensor([[12345]])
+    exact, later = draft.rotary(far, torch.float32), draft.bfloat16().rotary(far, torch.float32)
+    assert all(torch.equal(one, other) for one, other in zip(exact, later, strict=True))
 
 
 def test_embedding_and_head_are_the_live_ones():

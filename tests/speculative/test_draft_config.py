@@ -14,7 +14,7 @@ from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from deepspeed_hybrid.speculative.config import FULL, SLIDING, DraftConfig
-from deepspeed_hybrid.speculative.weights import draft_from, load_draft
+from deepspeed_hybrid.speculative.weights import load_draft
 
 PUBLISHED = {
     "architectures": ["DFlashDraftModel"],
@@ -63,6 +63,12 @@ def test_null_is_as_good_as_nothing():
     config = read(dflash_config=nested, target_layer_ids=[3, 1], block_size=8, is_causal=None, rms_norm_eps=None)
     assert (config.target_layer_ids, config.block_size, config.rms_norm_eps) == ((3, 1), 8, 1e-6)
     assert config.causal == (True,) * 5
+
+
+def test_settings_that_have_a_default():
+    assert read(rms_norm_eps=1e-5).rms_norm_eps == 1e-5 and read(rms_norm_eps=None).rms_norm_eps == 1e-6
+    assert read(num_key_value_heads=None).num_kv_heads == 32
+    assert read(head_dim=None).head_dim == 2560 // 32
 
 
 def test_settings_on_top_or_nested():
@@ -118,11 +124,16 @@ def test_theta_where_there_is_none():
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
 def test_scaled_rope_is_transformers(name, kind):
     settings = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 4096}
-    oracle = Qwen3Config(head_dim=128, max_position_embeddings=16384, rope_parameters={**settings, "rope_theta": 1e6})
-    inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](oracle, "cpu")
-    rope = read(rope_theta=1e6, **{name: settings}).rope
-    torch.testing.assert_close(rope.inv_freq(), inv_freq, atol=0, rtol=1e-6)
-    assert rope.scaling == pytest.approx(scaling)
+    for more in ({}, {"truncate": False, "beta_fast": 24, "beta_slow": 1.5, "attention_factor": 0.75}):
+        parameters = {**settings, **more, "rope_theta": 1e6}
+        oracle = Qwen3Config(head_dim=128, max_position_embeddings=16384, rope_parameters=parameters)
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](oracle, "cpu")
+        spelled = {**settings, **more}
+        if name == "rope_scaling":  # as it was called there
+            spelled["type"] = spelled.pop("rope_type")
+        rope = read(rope_theta=1e6, **{name: spelled}).rope
+        torch.testing.assert_close(rope.inv_freq(), inv_freq, atol=0, rtol=1e-6)
+        assert rope.scaling == pytest.approx(scaling)
 
 
 # -------------------------------------------------------------------------------------------------- layers and windows
@@ -179,6 +190,7 @@ def test_who_says_what_is_causal():
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor"),
         ({"rope_parameters": {FULL: {"rope_theta": 1e4}, SLIDING: {"rope_theta": 1e6}}}, "layer type"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}}, "mscale"),
         ({"block_size": ...}, "block_size"),
         ({"block_size": 1}, "block_size"),
         ({"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id"),
@@ -194,6 +206,27 @@ def test_who_says_what_is_causal():
 def test_what_is_not_supported_is_named(changes, named):
     with pytest.raises(ValueError, match=named):
         read(**changes)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "conv_group_size",
+        "selector_top_k",
+        "top_k_selector",
+        "confidence_head",
+        "embed_scale",
+        "attn_logit_softcapping",
+        "projector_type",
+    ],
+)
+def test_a_null_among_nested_settings_hides_nothing_on_top(name):
+    nested = PUBLISHED["dflash_config"]
+    null = {"dflash_config": {**nested, name: None}}
+    for changes in ({name: 3}, {"dflash_config": {**nested, name: 3}}, {name: 3, **null}):
+        with pytest.raises(ValueError, match=f"{name}=?.*3"):
+            read(**changes)
+    read(**{name: None})
 
 
 @pytest.mark.parametrize(
@@ -249,9 +282,9 @@ def test_weights_under_every_name(tmp_path, spelling, dtype):
         "midlayer": lambda name: name.replace("layers.0.", "midlayer."),
     }[spelling]
     saved(tmp_path, draft.config, {renamed(name): weight for name, weight in draft.state_dict().items()})
-    loaded = load_draft(tmp_path)
+    loaded = load_draft(tmp_path).state_dict()
     for name, weight in draft.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], weight) and weight.dtype == dtype
+        assert torch.equal(loaded[name], weight) and loaded[name].dtype == dtype
 
 
 @pytest.mark.parametrize(
@@ -265,12 +298,13 @@ def test_weights_under_every_name(tmp_path, spelling, dtype):
         (lambda weights: weights.update({"fc.weight": torch.ones(2, 2, dtype=torch.int8)}), "int8"),
     ],
 )
-def test_weights_that_do_not_fit_are_named(change, named):
+def test_weights_that_do_not_fit_are_named(tmp_path, change, named):
     draft = tiny_draft(tiny_model())
     weights = dict(draft.state_dict())
     change(weights)
+    saved(tmp_path, draft.config, weights)
     with pytest.raises(ValueError, match=named):
-        draft_from(draft.config, weights)
+        load_draft(tmp_path)
 
 
 def test_folders_without_a_checkpoint(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from harness import answers, greedy, prompt, rollout_of
 from models import ragged_prompts
 from mtp_cases import Oracle, mtp_rollout, tiny_mtp, tiny_target
-from speculative_cases import figures
+from speculative_cases import assert_gradients_are_slopes, figures, with_head_bias
 
 from deepspeed_hybrid.speculative.mtp_train import MtpTrainer
 from deepspeed_hybrid.speculative.train import Answered
@@ -18,7 +18,7 @@ TOKENS = 4
 
 @pytest.fixture(scope="module")
 def target():
-    return tiny_target()
+    return with_head_bias(tiny_target())
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_the_loss_is_that_of_the_oracles_passes(target, spoken):
     prompts, batch = spoken
     draft, rows = tiny_mtp(target), Answered.of(batch)
     oracle, trainer = Oracle(target, draft), MtpTrainer(target, draft, tokens=TOKENS, decay=0.5)
-    anchors, found = torch.tensor([[6, 9, 14], [3, 4, 0], [0, 1, 5]]), torch.ones(3, 3, dtype=torch.bool)
+    anchors, found = torch.tensor([[6, 9, 14], [3, 11, 0], [0, 1, 9]]), torch.ones(3, 3, dtype=torch.bool)
     found[1, 2] = False
     total = weights = 0.0
     right = torch.zeros(TOKENS - 1, 2)
@@ -56,8 +56,12 @@ def test_the_loss_is_that_of_the_oracles_passes(target, spoken):
     assert outcome.right.tolist() == pytest.approx((right[:, 0] / right[:, 1]).tolist())
 
 
+def test_gradients_go_through_a_chain_and_its_context(target, spoken):
+    assert_gradients_are_slopes(MtpTrainer(target, tiny_mtp(target)), Answered.of(spoken[1]))
+
+
 def test_no_gradient_reaches_the_policy(spoken):
-    target = tiny_target()
+    target = with_head_bias(tiny_target())
     draft, rows = tiny_mtp(target), Answered.of(spoken[1])
     before = {name: weight.clone() for name, weight in target.state_dict().items()}
     trainer = MtpTrainer(target, draft)
@@ -68,6 +72,9 @@ def test_no_gradient_reaches_the_policy(spoken):
     assert all(parameter.grad is None for parameter in target.parameters())
     assert all(torch.equal(weight, target.state_dict()[name]) for name, weight in before.items())
     assert all(parameter.grad is not None for parameter in draft.parameters())
+    given = seen[0].clone().requires_grad_()
+    trainer.update(rows, given)
+    assert given.grad is None
     loss.backward()  # which the head's has left whole
     assert target.lm_head.weight.grad is not None
 
@@ -77,7 +84,8 @@ def test_rows_of_two_tokens(target):
     draft = tiny_mtp(target)
     trainer = MtpTrainer(target, draft)
     rows = Answered(torch.tensor([[5, 6]]), torch.ones(1, 2, dtype=torch.bool))
-    assert float(trainer.update(rows).loss) == 0
+    outcome = trainer.update(rows)
+    assert float(outcome.loss) == 0 and outcome.right.tolist() == [0.0] * (TOKENS - 1)
     assert all(parameter.isfinite().all() for parameter in draft.parameters())
 
 

@@ -39,7 +39,8 @@ def published(target, folder, prefix: str = "", change=lambda weights: None, sha
 def assert_same_head(one, other) -> None:
     assert one.config == other.config
     mine, theirs = one.state_dict(), other.state_dict()
-    assert mine.keys() == theirs.keys() and all(torch.equal(weight, theirs[name]) for name, weight in mine.items())
+    assert {name: weight.dtype for name, weight in mine.items()} == {name: theirs[name].dtype for name in theirs}
+    assert all(torch.equal(weight, theirs[name]) for name, weight in mine.items())
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -77,6 +78,16 @@ def test_what_was_saved_is_read(target, tmp_path, dtype):
     assert_same_head(load_mtp(tmp_path / "new"), draft.to(dtype or torch.float32))
 
 
+def test_weights_of_several_dtypes(target, tmp_path):
+    """Are read as the widest."""
+
+    def halve(weights) -> None:
+        weights["mtp.fc.weight"] = weights["mtp.fc.weight"].bfloat16()
+
+    published(target, tmp_path, change=halve)
+    assert {weight.dtype for weight in load_mtp(tmp_path).parameters()} == {torch.float32}
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -112,12 +123,12 @@ def change(name: str, weight: torch.Tensor):
     ("changed", "named"),
     [
         (remove, "lacks mtp.layers.0.self_attn.q_norm.weight"),
-        (change("layers.1.mlp.up_proj.weight", torch.zeros(2)), "has mtp.layers.1.mlp.up_proj.weight, which no head"),
+        (change("layers.1.mlp.up_proj.weight", torch.zeros(2)), ": it has mtp.layers.1.mlp.up_proj.weight"),
         (change("layers.0.mlp.experts.0.up_proj.weight", torch.zeros(2)), "has mtp.layers.0.mlp.experts.0"),
-        (change("embed_tokens.weight", torch.zeros(2)), "weights mtp.embed_tokens.weight of its own"),
+        (change("embed_tokens.weight", torch.zeros(2)), "has mtp.embed_tokens.weight"),
         (change("fc.weight", torch.zeros(128, 128)), r"mtp.fc.weight must have shape \(128, 256\) .* \(128, 128\)"),
         (change("fc.weight", torch.zeros(128, 256, dtype=torch.int8)), "mtp.fc.weight are torch.int8"),
-        (lambda weights: weights.update({"model.mtp.fc.weight": torch.zeros(2)}), "mtp.fc.weight twice; .*mtp.fc"),
+        (lambda weights: weights.update({"model.mtp.fc.weight": torch.zeros(2)}), "weights fc.weight twice; .*mtp.fc"),
         (lambda weights: weights.clear(), "has no MTP head: no tensor's name begins with mtp., model.mtp., "),
     ],
     ids=["missing", "second layer", "experts", "vocabulary", "shape", "dtype", "twice", "none"],
@@ -160,6 +171,18 @@ def test_a_file_for_a_model_of_another_family(target, tmp_path):
     published(target, tmp_path)
     with pytest.raises(ValueError, match="the model has model_type 'llama', whose MTP head is not supported"):
         rollout_of(tiny_model("llama"), speculative="mtp", draft_model=tmp_path / "model-0.safetensors")
+
+
+def test_settings_that_are_elsewhere_or_left_out(target):
+    raw = {**target.config.to_dict(), "rms_norm_eps": 1e-6}
+    config = MtpConfig.from_json(raw)
+    assert MtpConfig.from_json({"model_type": "qwen3_5", "hidden_size": 1, "text_config": raw}) == config
+    assert MtpConfig.from_json({**raw, "rms_norm_eps": None}) == config
+    assert MtpConfig.from_json({**raw, "num_key_value_heads": None}).num_kv_heads == config.num_heads
+    rope = {"rope_type": "yarn", "factor": 4.0}
+    older = {**raw, "rope_parameters": None, "partial_rotary_factor": 0.5, "rope_theta": 7e6, "rope_scaling": rope}
+    found = MtpConfig.from_json({**older, "max_position_embeddings": 512}).rope
+    assert (found.head_dim, found.theta, found.kind, found.original_positions) == (16, 7e6, "yarn", 512)
 
 
 def test_ropes_of_long_contexts_and_without_a_share(target):

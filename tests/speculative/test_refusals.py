@@ -142,6 +142,21 @@ def test_a_model_split_over_processes(target):
     assert speculation_obstacle(shared) == "2 ranks share the model (tensor parallel)"
 
 
+@pytest.mark.parametrize(
+    ("part", "base", "named"),
+    [
+        (lambda target: text_model(target).embed_tokens, torch.nn.Embedding, "embed_tokens is a Own, not"),
+        (lambda target: target.lm_head, torch.nn.Linear, "the head is a Own, not"),
+    ],
+    ids=["embedding", "head"],
+)
+def test_an_embedding_and_a_head_that_do_more(target, part, base, named):
+    """A drafter reads their weights alone."""
+    part(target).__class__ = type("Own", (base,), {})
+    with pytest.raises(RuntimeError, match=f"speculative='dflash' cannot be honoured: {named}"):
+        rollout_of(target, speculative="dflash", draft_model=tiny_draft(target))
+
+
 def test_fp8_on_a_card_without_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an A100")
@@ -200,9 +215,10 @@ def test_the_model_is_as_it_was(target):
     assert all(torch.equal(weight, draft.state_dict()[name]) for name, weight in weights.items())
 
 
-def test_a_model_that_was_cast_since(target):
+@pytest.mark.parametrize("make", [speculative_rollout, mtp_rollout])
+def test_a_model_that_was_cast_since(target, make):
     """The serving copy, its cache and its stacks follow."""
-    rollout = speculative_rollout(target)
+    rollout = make(target)
     greedy(rollout, ragged_prompts([3, 9]), 4)
     target.to(torch.bfloat16)
     batch = greedy(rollout, ragged_prompts([3, 9]), 8)

@@ -197,6 +197,7 @@ def test_blocks_of_changing_length(target, blocks):
         rollout = speculative_rollout(target, drafter, Schedule(*blocks))
         assert_same(run(rollout, prompts, 1, **KINDS["all"]), plain)
         assert set(figures(rollout)["steps"]) == set(blocks)
+        assert figures(rollout)["tokens"] == len(LENGTHS) * (NEW_TOKENS - 1)  # but for those that prompts give
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
@@ -247,6 +248,24 @@ def test_adversarial_drafts(target, tokens):
     options = dict(stop_token_ids=[7, 9], **KINDS["all"])
     plain = run(rollout_of(target), prompts, **options)
     assert_same(run(speculative_rollout(target, Adversary(tokens)), prompts, **options), plain)
+
+
+class Echo(ScriptedDrafter):
+    """Wrong at once, and then again and again what the model says in that place."""
+
+    def propose(self, state, tokens: int, kv_length: int) -> torch.Tensor:
+        keys = zip(state.request.tolist(), state.sample.tolist(), state.length.tolist(), strict=True)
+        coming = [(self.answers.get((request, sample), []) + [0] * 99)[length] for request, sample, length in keys]
+        return torch.tensor([[(token + 1) % VOCAB] + [token] * (tokens - 2) for token in coming])
+
+
+@pytest.mark.parametrize("kind", ["greedy", "penalised"])
+def test_what_is_right_behind_something_wrong_does_not_count(target, kind):
+    prompts = ragged_prompts(LENGTHS)
+    plain = run(rollout_of(target), prompts, 1, **KINDS[kind])
+    rollout = speculative_rollout(target, Echo(script_of(plain), lambda *_: 0))
+    assert_same(run(rollout, prompts, 1, **KINDS[kind]), plain)
+    assert figures(rollout)["tokens_per_step"] == 1
 
 
 def test_the_mask_token_may_be_an_answer(target):

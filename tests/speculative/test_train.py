@@ -7,22 +7,27 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from harness import answers, rollout_of
 from models import ragged_prompts, tiny_model
-from speculative_cases import MASK, figures, speculative_rollout, tiny_draft
+from speculative_cases import (
+    MASK,
+    assert_gradients_are_slopes,
+    figures,
+    speculative_rollout,
+    tiny_draft,
+    with_head_bias,
+)
 
 from deepspeed_hybrid import RolloutRequest, SamplingConfig
 from deepspeed_hybrid.speculative.config import FULL, SLIDING
-from deepspeed_hybrid.speculative.draft import visible
-from deepspeed_hybrid.speculative.train import Answered, DraftTrainer, block_masks, draft_loss, draw_anchors
+from deepspeed_hybrid.speculative.train import Answered, DraftTrainer, block_masks, draft_loss, draw_anchors, visible
 
 TOKENS = 8
 
 
 @pytest.fixture(scope="module")
 def target():
-    return tiny_model()
+    return with_head_bias(tiny_model())
 
 
 def rows_of(lengths: list[int], prompt: int, seed: int = 0) -> Answered:
@@ -130,7 +135,7 @@ def alone(target, draft, features: torch.Tensor, anchor: int) -> torch.Tensor:
     def attend(layer, queries, own_keys, own_values):
         both = torch.cat([keys[:, :, layer], own_keys], 1), torch.cat([values[:, :, layer], own_values], 1)
         places = torch.arange(start + TOKENS)[None]
-        mask = visible(draft.config, layer, positions, places, torch.full_like(positions, start + TOKENS))
+        mask = visible(draft.config, layer, positions, places)
         scores = torch.einsum("bthe,bnhe->bhtn", queries, both[0].repeat_interleave(2, 2)) / 4
         weights = scores.masked_fill(~mask[:, None], -1e9).softmax(-1)
         return torch.einsum("bhtn,bnhe->bthe", weights, both[1].repeat_interleave(2, 2))
@@ -158,7 +163,7 @@ def test_the_loss_by_hand(target):
     right = torch.zeros(TOKENS - 1, 2)
     for row, start in ((0, 3), (0, 10), (1, 6)):
         hidden = alone(target, draft, features[row, :start], int(rows.ids[row, start]))
-        logprobs = F.linear(hidden, target.lm_head.weight.detach()).log_softmax(-1)
+        logprobs = target.lm_head(hidden).detach().log_softmax(-1)
         for token in range(1, TOKENS):
             if start + token < (14, 9)[row]:
                 label, weight = int(rows.ids[row, start + token]), 2.718281828 ** (-(token - 1) / 3.0)
@@ -169,8 +174,12 @@ def test_the_loss_by_hand(target):
     assert outcome.right.tolist() == pytest.approx((right[:, 0] / right[:, 1].clamp(min=1)).tolist())
 
 
+def test_gradients_go_through_the_context(target):
+    assert_gradients_are_slopes(DraftTrainer(target, tiny_draft(target)), rows_of([14, 9], 2))
+
+
 def test_no_gradient_reaches_the_policy():
-    target = tiny_model()
+    target = with_head_bias(tiny_model())
     draft = tiny_draft(target)
     before = {name: weight.clone() for name, weight in target.state_dict().items()}
     trainer = DraftTrainer(target, draft, anchors=4)
@@ -183,6 +192,9 @@ def test_no_gradient_reaches_the_policy():
     assert all(parameter.grad is None for parameter in target.parameters())
     assert all(torch.equal(weight, target.state_dict()[name]) for name, weight in before.items())
     assert all(parameter.grad is not None for parameter in draft.parameters())
+    given = seen[0].clone().requires_grad_()
+    trainer.update(rows, given)
+    assert given.grad is None
     loss.backward()  # which the draft's has left whole
     assert target.lm_head.weight.grad is not None
 
@@ -194,12 +206,25 @@ def test_features_of_a_forward_of_the_trainers_own(target):
     with trainer.watching() as seen, torch.no_grad():
         target(input_ids=rows.ids, attention_mask=(rows.ids != 0).long(), use_cache=False)
     torch.testing.assert_close(seen[0][1, :12], trainer.features(rows)[1, :12], atol=1e-5, rtol=1e-4)
+    turned = DraftTrainer(target, tiny_draft(target, target_layer_ids=(0, 3))).features(rows)
+    assert torch.equal(torch.cat(turned.chunk(2, dim=-1)[::-1], dim=-1), trainer.features(rows))
 
 
 def test_rows_without_two_tokens_of_an_answer(target):
     trainer = DraftTrainer(target, tiny_draft(target))
     with pytest.raises(ValueError, match="at least two tokens"):
         trainer.update(Answered(torch.ones(2, 5, dtype=torch.int64), torch.tensor([[False] * 4 + [True]] * 2)))
+
+
+def test_settings_of_a_trainer(target):
+    """Long blocks are trained further out; a gradient cut to nothing changes nothing, though Adam scales it."""
+    assert [DraftTrainer(target, tiny_draft(target, block_size=size)).decay for size in (8, 16)] == [4.0, 7.0]
+    draft, rows = tiny_draft(target), rows_of([14, 9], 2)
+    before = draft.fc.weight.clone()
+    DraftTrainer(target, draft, learning_rate=1e-2, decay=2.0, clip=1e-12).update(rows)
+    assert (draft.fc.weight - before).abs().max() < 1e-5
+    assert DraftTrainer(target, draft, learning_rate=1e-2).update(rows).loss.isfinite()
+    assert (draft.fc.weight - before).abs().max() > 5e-3
 
 
 # ------------------------------------------------------------------------------------------------------------ learning

@@ -99,6 +99,27 @@ def test_an_mtp_head_from_nothing_and_on_from_there(saved, tmp_path, capsys):
     assert "--out must be another folder than the model's" in capsys.readouterr().out
     assert main(["train-draft", *options, "--out", str(out), "--steps", "1", "--block", "1"]) == 1
     assert "tokens of a block must be at least 2; got 1" in capsys.readouterr().out
+    for other in (["--layers", "5"], ["--mask-token", "9"]):
+        assert main(["train-draft", *options, "--out", str(out), *other]) == 1
+        assert "--layers and --mask-token are of a DFlash draft model" in capsys.readouterr().out
+
+
+def test_answers_with_nothing_behind_their_first_token_are_passed_over(saved, tmp_path, capsys, monkeypatch):
+    """Training does not end there; it does where no answer is longer."""
+    file, out = tmp_path / "prompts.txt", tmp_path / "draft"
+    file.write_text("5 6 7\n8 9\n11\n")
+    generate, calls = train_draft.HybridEngineRollout.generate, []
+
+    def cut_short(rollout, request, sampling):
+        calls.append(1)
+        return generate(rollout, request, replace(sampling, max_new_tokens=1) if len(calls) != 2 else sampling)
+
+    monkeypatch.setattr(train_draft.HybridEngineRollout, "generate", cut_short)
+    sizes = ["--rows", "1", "--tokens", "6", "--layers", "1", "--block", "3", "--reuse", "1"]
+    options = ["train-draft", "--model", str(saved), "--prompts", str(file), "--out", str(out), *sizes]
+    assert main([*options, "--steps", "1"]) == 0 and len(calls) == 2
+    assert main([*options, "--steps", "1"]) == 1 and len(calls) == 5
+    assert "answers no prompt of" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
