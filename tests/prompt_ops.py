@@ -3,6 +3,11 @@
 # DeepSpeed Team
 """The ops of prompts on a CPU, where a rollout otherwise leaves them to the model's own code."""
 
+from collections import Counter
+from dataclasses import fields, replace
+from functools import partial
+
+from deepspeed_hybrid import HybridEngineRollout
 from deepspeed_hybrid.ops.fused_linear import normed_linear_reference, normed_rows_reference, residual_linear_reference
 from deepspeed_hybrid.ops.gated_heads import gated_heads_reference
 from deepspeed_hybrid.ops.gated_norm import gated_norm_reference
@@ -30,3 +35,20 @@ def reference_ops() -> PromptOps:
         residual_linear_reference,
         SharedSum(normed_linear_reference, normed_rows_reference),
     )
+
+
+def with_ops(rollout: HybridEngineRollout) -> list[Counter]:
+    """Have a rollout run the ops from now on; for every forward, how often it ran each, decode chains apart."""
+    model, injection, forwards = rollout._paths.call.model, rollout._injection, []
+
+    def counted(name: str, op, *args, **kwargs):
+        forwards[-1][name] += 1
+        return op(*args, **kwargs)
+
+    ops = reference_ops()
+    names = [field.name for field in fields(ops) if field.name != "shared_sum"]
+    injection.prompt = replace(ops, **{name: partial(counted, name, getattr(ops, name)) for name in names})
+    injection.replan()
+    injection.follow()
+    model.register_forward_pre_hook(lambda *_: forwards.append(Counter()))
+    return forwards

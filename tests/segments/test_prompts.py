@@ -7,7 +7,7 @@ nothing left behind. On a CPU a rollout runs the model's own code instead."""
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 
 import harness
@@ -27,7 +27,7 @@ from harness import (
     stepwise_logits,
 )
 from models import FAMILIES, Tokenizer, ragged_prompts, solo, tiny_model
-from prompt_ops import reference_ops
+from prompt_ops import with_ops
 from tolerances import assert_close
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -57,23 +57,6 @@ from deepspeed_hybrid.segments.prompts import PromptOps, norm_binding
 pytestmark = pytest.mark.core
 
 RELATIVE = 2e-5  # of the largest logit
-
-
-def with_ops(rollout: HybridEngineRollout) -> list[Counter]:
-    """Have a rollout run the ops from now on; for every forward, how often it ran each, decode chains apart."""
-    model, injection, forwards = rollout._paths.call.model, rollout._injection, []
-
-    def counted(name: str, op, *args, **kwargs):
-        forwards[-1][name] += 1
-        return op(*args, **kwargs)
-
-    ops = reference_ops()
-    names = [field.name for field in fields(ops) if field.name != "shared_sum"]
-    injection.prompt = replace(ops, **{name: partial(counted, name, getattr(ops, name)) for name in names})
-    injection.replan()
-    injection.follow()
-    model.register_forward_pre_hook(lambda *_: forwards.append(Counter()))
-    return forwards
 
 
 def counts_of(model: nn.Module) -> Counter:
@@ -131,40 +114,6 @@ def test_logits_are_hugging_faces(family):
     # No layer of a mixture of experts is a chain.
     step = Counter(normed_rows=expected["normed_rows"]) if family == "qwen3_next" else Counter()
     assert steps_taken == [step] * (steps - 1)
-
-
-@pytest.mark.parametrize("watched", [None, -1, 0])
-def test_behind_the_last_mixer_rows_go_on_with_their_last_tokens_alone(watched):
-    """But where somebody, as a draft does, looks at what comes out of the last layer while a prompt runs."""
-    model = tiny_model()
-    prompts, steps = ragged_prompts([5, 19, 12]), 4
-    oracle = [solo(model, prompt(prompts, row), steps) for row in range(3)]
-    rollout, rows, seen = rollout_of(model), [], []
-    with_ops(rollout)
-    injection, call = rollout._injection, rollout._paths.call
-    original, forward = injection.prompt.residual_linear, call.logits
-
-    def residual_linear(inputs, *args):
-        rows.append(len(inputs))
-        return original(inputs, *args)
-
-    def logits(ids, *args):
-        if watched is None or ids.shape[1] == 1:
-            return forward(ids, *args)
-        layer = text_model(model).layers[watched]
-        hook = layer.register_forward_hook(lambda module, inputs, output: seen.append(tuple(output.shape[:2])))
-        try:
-            return forward(ids, *args)
-        finally:
-            hook.remove()
-
-    injection.prompt = replace(injection.prompt, residual_linear=residual_linear)
-    injection.follow()
-    call.logits = logits
-    assert_same_answers(greedy(rollout, prompts, steps), oracle)
-    layers = len(text_model(model).layers)
-    assert rows == [3 * 19] * (2 * layers) if watched == -1 else rows == [3 * 19] * (2 * layers - 2) + [3, 3]
-    assert seen == ([] if watched is None else [(3, 19)])
 
 
 def test_a_few_rows_go_through_the_layers_own_forward():
