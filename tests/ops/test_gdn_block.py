@@ -176,10 +176,10 @@ class LateStores:
 
 @pytest.fixture
 def stores(monkeypatch) -> Iterator[LateStores]:
-    from deepspeed_hybrid.ops.triton import dependent, gdn_block, gdn_heads
+    from deepspeed_hybrid.ops.triton import dependent, gated_norm, gdn_block, gdn_heads
 
     late = LateStores()
-    for module in (gdn_block, gdn_heads):
+    for module in (gated_norm, gdn_block, gdn_heads):
         monkeypatch.setattr(module, "pdl", lambda tensor: {"PDL": True, "launch_pdl": True})
     monkeypatch.setattr(dependent, "gdc_launch_dependents", lambda: None)
     monkeypatch.setattr(dependent, "gdc_wait", late.flush)

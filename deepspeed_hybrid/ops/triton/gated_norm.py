@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""The gated RMSNorm of heads, over all tokens of a prompt."""
+"""The gated RMSNorm of heads, over all tokens of a prompt or of a draft's block."""
 
 import torch
 import triton
@@ -19,6 +19,7 @@ def _gate_and_normalise(
     core,
     gate,
     weight,
+    counts,
     out,
     heads_in_all,
     tokens,
@@ -31,7 +32,11 @@ def _gate_and_normalise(
     BLOCK_HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program for BLOCK_HEADS heads, of one token or several."""
+    """One program for BLOCK_HEADS heads, of one token or several.
+
+    Where there are counts, a column of T has so many rows of B at its top, and zeros come of the others, whatever they
+    hold.
+    """
     announce(PDL)
     head = tl.program_id(0).to(tl.int64) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     d = tl.arange(0, BLOCK_D)[None, :]
@@ -40,8 +45,12 @@ def _gate_and_normalise(
     place = (token // tokens) * row_stride + (token % tokens) * token_stride + (head % HEADS) * D
     gain = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
     wait(PDL)
-    gating = tl.load(gate + place[:, None] + d, mask=inside, other=0.0).to(tl.float32)
-    value = tl.load(core + head[:, None] * D + d, mask=inside, other=0.0).to(tl.float32)
+    there = inside
+    if counts is not None:
+        count = tl.load(counts + token % tokens, mask=head < heads_in_all, other=0)
+        there = inside & (token // tokens < count)[:, None]
+    gating = tl.load(gate + place[:, None] + d, mask=there, other=0.0).to(tl.float32)
+    value = tl.load(core + head[:, None] * D + d, mask=there, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=1) / D + eps)[:, None]
     dtype: tl.constexpr = core.dtype.element_ty
     value = rounded_if(weight.dtype.element_ty == dtype, rounded(value * scale, dtype) * gain, dtype)
@@ -49,8 +58,14 @@ def _gate_and_normalise(
     tl.store(out + head[:, None] * D + d, value.to(out.dtype.element_ty), mask=inside)
 
 
-def launch(core: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Run the kernel on arguments that the op has checked: core [B, T, HV, DV], gate and result [B, T, HV * DV]."""
+def launch(
+    core: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, counts: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Run the kernel on arguments that the op has checked: core [B, T, HV, DV], gate and result [B, T, HV * DV].
+
+    Args:
+        counts: [T] int64, of each column the first rows that there are; the others come out as zeros. None: all are.
+    """
     out = core.new_empty(gate.shape)
     rows, tokens, heads, size = core.shape
     block_d = triton.next_power_of_2(size)
@@ -63,6 +78,7 @@ def launch(core: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: fl
             core,
             gate,
             weight,
+            counts,
             out,
             heads_in_all,
             tokens,

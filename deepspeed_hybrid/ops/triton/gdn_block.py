@@ -9,15 +9,13 @@ import triton.language as tl
 
 from deepspeed_hybrid.ops.gdn_block import checked_block, checked_commit
 from deepspeed_hybrid.ops.gdn_decode import GdnSizes
+from deepspeed_hybrid.ops.triton import gated_norm
 from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
-from deepspeed_hybrid.ops.triton.gdn_decode import _sigmoid
-from deepspeed_hybrid.ops.triton.rounding import rounded, rounded_if
 
 # A program has some of a head's columns, which one warp can hold in registers: no thread ever waits for another warp.
 # Sums over DK are then added up in the order of gdn_decode, whose four warps have every fourth row each, as the four
 # groups of eight threads do here.
 COLUMNS = 32
-NORM_TILE = 2048  # elements of a program of the norm
 MOST_LAYERS = 64  # of a launch: each has five addresses among its parameters, of which 4 KiB are sure
 
 
@@ -136,48 +134,6 @@ def gdn_block_kernel(
             tl.store(place + channel * CONV_KERNEL, raw, mask=value_mask & (index >= 0))
 
 
-@triton.jit(
-    do_not_specialize=["projected_stride", "lanes", "heads_in_all"],
-    do_not_specialize_on_alignment=["core", "projected", "norm_weight", "counts", "out"],
-)
-def gdn_block_norm_kernel(
-    core,
-    projected,
-    projected_stride,
-    lanes,
-    heads_in_all,
-    norm_weight,
-    eps,
-    counts,
-    out,
-    VALUE_HEADS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    TILE: tl.constexpr,
-    HEADS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program for HEADS heads, of one token or several: RMSNorm of what they read, and the gate."""
-    announce(PDL)
-    head = tl.program_id(0).to(tl.int64) * HEADS + tl.arange(0, HEADS)
-    within = tl.arange(0, TILE)[None, :]
-    token = head // VALUE_HEADS
-    weight = tl.load(norm_weight + within, mask=within < VALUE_DIM, other=0.0)
-    inside = (head < heads_in_all)[:, None] & (within < VALUE_DIM)
-    wait(PDL)
-    count = tl.load(counts + token % lanes, mask=head < heads_in_all, other=0)
-    there = inside & (token // lanes < count)[:, None]
-    place = projected + token * projected_stride + CHANNELS + (head % VALUE_HEADS) * VALUE_DIM
-    z = tl.load(place[:, None] + within, mask=there, other=0.0).to(tl.float32)
-    value = tl.load(core + head[:, None] * VALUE_DIM + within, mask=there, other=0.0)
-    dtype: tl.constexpr = value.dtype
-    value = value.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, axis=1) / VALUE_DIM + eps)[:, None]
-    value = rounded(value * scale, dtype) * weight.to(tl.float32)
-    value = rounded_if(norm_weight.dtype.element_ty == dtype, value, dtype) * (z * _sigmoid(z))
-    tl.store(out + head[:, None] * VALUE_DIM + within, value.to(out.dtype.element_ty), mask=inside)
-
-
 def launch(
     projected: torch.Tensor,
     heads: torch.Tensor,
@@ -190,33 +146,13 @@ def launch(
 ) -> torch.Tensor:
     """``gdn_block`` through the kernels, on CUDA or in Triton's interpreter."""
     sizes = checked_block(projected, heads, gates, state, counts, key_heads, norm_weight=norm_weight)
-    out = projected.new_empty(projected.shape[0], sizes.values)
-    if not out.numel():
-        return out
-    core, heads_in_all = torch.empty_like(out), projected.shape[0] * sizes.value_heads
+    lanes, core = counts.numel(), projected.new_empty(projected.shape[0], sizes.values)
+    if not core.numel():
+        return core
     _scan(sizes, [heads], [gates], [state], counts, core, None, None, None)
-    tile = triton.next_power_of_2(sizes.value_dim)
-    heads_a_program = max(1, NORM_TILE // max(tile, 32))
-    with torch.cuda.device_of(projected):  # Triton launches on the current device
-        gdn_block_norm_kernel[(triton.cdiv(heads_in_all, heads_a_program),)](
-            core,
-            projected,
-            projected.stride(0),
-            counts.numel(),
-            heads_in_all,
-            norm_weight,
-            eps,
-            counts,
-            out,
-            VALUE_HEADS=sizes.value_heads,
-            VALUE_DIM=sizes.value_dim,
-            CHANNELS=sizes.channels,
-            TILE=tile,
-            HEADS=heads_a_program,
-            num_warps=4,
-            **pdl(projected),
-        )
-    return out
+    z = projected[:, sizes.channels : sizes.channels + sizes.values].unflatten(0, (-1, lanes))
+    core = core.view(-1, lanes, sizes.value_heads, sizes.value_dim)
+    return gated_norm.launch(core, z, norm_weight, eps, counts).flatten(0, 1)
 
 
 def launch_commit(
