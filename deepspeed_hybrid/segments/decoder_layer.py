@@ -261,8 +261,10 @@ def layer_forward(
     if cache.holder.plan.slots is not None or hidden_states.shape[1] != 1:
         if prompt is None or args or not runs_as_chain(mixer, hidden_states):
             return type(layer).forward(layer, hidden_states, *args, **kwargs)
-        watched = layer._forward_hooks or global_hooks()  # by a draft, say, which wants to see all tokens
-        return prompt(hidden_states, last_column=ends and cache.holder.plan.last_column and not watched, **kwargs)
+        last_column = ends and cache.holder.plan.last_column
+        if last_column and (layer._forward_hooks or global_hooks()):  # a draft, say, wants to see all tokens
+            last_column = False
+        return prompt(hidden_states, last_column=last_column, **kwargs)
     hidden = hidden_states[:, 0]
     scaled, squares = prepared.take(hidden, input_norm, ops)
     projected = ops.normed_linear(scaled, squares, input_norm.eps, inputs.weight, inputs.bias, False)
