@@ -66,7 +66,7 @@ class Case:
             return fused_silu_mul_halves(F.linear(self.x, weight))
         if self.residual is None:
             return F.linear(self.x, weight)
-        return residual_norm.launch(F.linear(self.x, weight), None, self.residual, self.norm, 1.0, 1e-6)[0]
+        return residual_norm.launch(F.linear(self.x, weight), self.residual, self.norm, 1.0, 1e-6)[0]
 
     def exact(self) -> torch.Tensor:
         product = self.x.double() @ self.weights[0].double().t()

@@ -223,7 +223,7 @@ def residual_linear_by_library(
     """:func:`residual_linear` of any number of rows as it is of many, on CUDA: the norm is whole."""
     from deepspeed_hybrid.ops.triton.residual_norm import launch  # here, because a torch for CPUs has no Triton
 
-    hidden, normed = launch(F.linear(x, weight), bias, residual, next_norm, next_offset, next_eps)
+    hidden, normed = launch(F.linear(x, weight, bias), residual, next_norm, next_offset, next_eps)
     return hidden, normed, x.new_empty(0, x.shape[0], dtype=torch.float32)
 
 

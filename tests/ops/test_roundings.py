@@ -12,6 +12,7 @@ import gdn_decode_cases
 import prompt_heads_cases
 import pytest
 import torch
+import torch.nn.functional as F
 from attention_cases import attention_arguments
 from fused_linear_cases import normal, residual_arguments
 from gdn_decode_cases import interpreted
@@ -219,7 +220,7 @@ KERNELS: dict[str, tuple[Callable, Callable, Callable[[], dict]]] = {
     ),
     "residual_norm": (
         lambda **given: residual_linear_reference(**given)[:2],
-        lambda x, weight, **rest: launch_of("residual_norm")(x, *rest.values()),
+        lambda x, weight, bias, **rest: launch_of("residual_norm")(F.linear(x, weight, bias), *rest.values()),
         added,
     ),
     "row_linear": (

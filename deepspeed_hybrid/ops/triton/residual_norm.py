@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""What follows a library's product before the next one: bias, residual and RMSNorm, in one pass over the rows."""
+"""What follows a library's product before the next one: residual and RMSNorm, in one pass over the rows."""
 
 import torch
 import triton
@@ -14,7 +14,6 @@ from deepspeed_hybrid.ops.triton.rounding import rounded, weighted
 @triton.jit
 def _add_and_normalise(
     product,
-    bias,
     residual,
     weight,
     hidden,
@@ -23,7 +22,6 @@ def _add_and_normalise(
     eps,
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BIASED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program for a row, which stays in registers."""
@@ -34,8 +32,6 @@ def _add_and_normalise(
     gain = tl.load(weight + n, mask=inside, other=0.0)
     wait(PDL)
     value = tl.load(product + row + n, mask=inside, other=0.0).to(tl.float32)
-    if BIASED:
-        value = rounded(value + tl.load(bias + n, mask=inside, other=0.0).to(tl.float32), product.dtype.element_ty)
     value += tl.load(residual + row + n, mask=inside, other=0.0).to(tl.float32)
     value = rounded(value, hidden.dtype.element_ty)  # the norm sees what its layer sees
     tl.store(hidden + row + n, value.to(hidden.dtype.element_ty), mask=inside)
@@ -46,19 +42,17 @@ def _add_and_normalise(
 
 def launch(
     product: torch.Tensor,
-    bias: torch.Tensor | None,
     residual: torch.Tensor,
     weight: torch.Tensor,
     offset: float,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """product, residual [M, N] and bias [N] or None -> their sum, and its RMSNorm with ``weight + offset``: [M, N]."""
+    """product and residual [M, N] -> their sum, and its RMSNorm with ``weight + offset``: [M, N]."""
     hidden, normed = torch.empty_like(residual), torch.empty_like(residual)
     rows, n = residual.shape
     with torch.cuda.device_of(residual):  # Triton launches on the current device
         _add_and_normalise[(rows,)](
             product,
-            bias,
             residual,
             weight,
             hidden,
@@ -67,7 +61,6 @@ def launch(
             eps,
             N=n,
             BLOCK_N=triton.next_power_of_2(n),
-            BIASED=bias is not None,
             num_warps=4 if n <= 4096 else 8,
             **pdl(residual),
         )
