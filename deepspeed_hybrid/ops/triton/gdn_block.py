@@ -11,11 +11,13 @@ from deepspeed_hybrid.ops.gdn_block import checked_block, checked_commit
 from deepspeed_hybrid.ops.gdn_decode import GdnSizes
 from deepspeed_hybrid.ops.triton import gated_norm
 from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
+from deepspeed_hybrid.ops.triton.gdn_decode import _product
 
 # A program has some of a head's columns, which one warp can hold in registers: no thread ever waits for another warp.
-# Sums over DK are then added up in the order of gdn_decode, whose four warps have every fourth row each, as the four
-# groups of eight threads do here.
-COLUMNS = 32
+# Sums over DK are then added up in the order of gdn_decode, whose four warps have every fourth row of an fp32 state
+# each, as the four groups of eight threads do here. Of few rows, which leave the card idle, a block takes a quarter
+# less in programs of half as many columns.
+COLUMNS, FEW_COLUMNS, FEW_LANES = 32, 16, 4
 MOST_LAYERS = 64  # of a launch: each has five addresses among its parameters, of which 4 KiB are sure
 
 
@@ -39,6 +41,7 @@ def gdn_block_kernel(
     projected_stride,
     all_windows,
     position,
+    minus_zero,
     LAYERS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
@@ -66,7 +69,9 @@ def gdn_block_kernel(
     row = tl.program_id(1).to(tl.int64)  # a slot times its size can pass 2^31
     lanes = tl.num_programs(1)
     key_head = head // GROUP
-    within, column = tl.arange(0, TILE), split * COLUMNS + tl.arange(0, COLUMNS)
+    within = tl.arange(0, TILE)
+    # Read in so short vectors, columns take eight threads however many they are.
+    column = split * COLUMNS + tl.max_contiguous(tl.arange(0, COLUMNS), max(COLUMNS // 8, 1))
     key_mask, value_mask = within < KEY_DIM, column < VALUE_DIM
 
     layer = tl.program_id(2)
@@ -104,7 +109,7 @@ def gdn_block_kernel(
         next_beta, next_decay = tl.load(gate_place), tl.load(gate_place + VALUE_HEADS)
 
         memory *= decay
-        delta = (v - tl.sum(memory * k[:, None], axis=0)) * beta
+        delta = (v - tl.sum(_product(memory, k[:, None], minus_zero), axis=0)) * beta
         memory += k[:, None] * delta[None, :]
         if core is not None:
             read = tl.sum(memory * q[:, None], axis=0)
@@ -185,7 +190,8 @@ def _scan(
     window: list[torch.Tensor] | None,
     position: torch.Tensor | None,
 ) -> None:
-    columns = min(COLUMNS, triton.next_power_of_2(sizes.value_dim))
+    few = core is not None and counts.numel() <= FEW_LANES
+    columns = min(FEW_COLUMNS if few else COLUMNS, triton.next_power_of_2(sizes.value_dim))
     splits = triton.cdiv(sizes.value_dim, columns)
     with torch.cuda.device_of(counts):  # Triton launches on the current device
         gdn_block_kernel[(sizes.value_heads * splits, counts.numel(), len(state))](
@@ -198,6 +204,7 @@ def _scan(
             0 if projected is None else projected[0].stride(0),
             None if window is None else tuple(window),
             position,
+            -0.0,
             LAYERS=len(state),
             KEY_HEADS=sizes.key_heads,
             VALUE_HEADS=sizes.value_heads,

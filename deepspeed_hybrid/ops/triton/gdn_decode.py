@@ -40,6 +40,13 @@ def _softplus(x):
 
 
 @triton.jit
+def _product(a, b, minus_zero):
+    """a * b, rounded. The assembler fuses products into the sum behind them, and of the first two either one: which it
+    is differs from kernel to kernel, and so would the last bit. What has been added to, even -0.0, it leaves alone."""
+    return tl.fma(a, b, minus_zero)
+
+
+@triton.jit
 def _parts(values, TILE: tl.constexpr):
     """The four quarters of a vector of 4 * TILE."""
     low, high = tl.split(tl.permute(tl.reshape(values, [2, 2, TILE]), (2, 1, 0)))
@@ -95,6 +102,7 @@ def gdn_decode_kernel(
     position,
     parked,
     out,
+    minus_zero,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -176,7 +184,7 @@ def gdn_decode_kernel(
     k = rounded_if(ROUNDED, k * tl.rsqrt(tl.sum(k * k) + L2_EPSILON), raw.dtype)
 
     memory *= tl.exp(-rate * _softplus(a))
-    delta = (v - tl.sum(memory * k[:, None], axis=0)) * rounded(_sigmoid(b), raw.dtype)
+    delta = (v - tl.sum(_product(memory, k[:, None], minus_zero), axis=0)) * rounded(_sigmoid(b), raw.dtype)
     memory += k[:, None] * delta[None, :]
     tl.store(state_place, memory.to(state.dtype.element_ty), mask=state_mask, eviction_policy=EVICTION)
 
@@ -234,6 +242,7 @@ def launch(
             position,
             parked,
             out,
+            -0.0,
             KEY_HEADS=sizes.key_heads,
             VALUE_HEADS=sizes.value_heads,
             KEY_DIM=sizes.key_dim,

@@ -31,8 +31,9 @@ def cuda_block(shape, counts: list[int], tokens: int, **options) -> dict:
     return moved(block_of(shape, counts, tokens, bias=False, **options), "cuda")
 
 
-def run(arguments: dict) -> None:
-    """States, as everything that stays, have the bits of decode steps; in outputs a norm adds up in another order."""
+def run(arguments: dict, same_sums: bool = True) -> None:
+    """Windows have the bits of decode steps, and so have states whose sums are added up in the same order;
+    outputs pass a norm that adds otherwise."""
     out, window, state = step_by_step(alone, arguments)
     before = {name: arguments[name].clone() for name in ("window", "state")}
     with poisoned_outputs():
@@ -41,14 +42,15 @@ def run(arguments: dict) -> None:
     assert all(same_bits(arguments[name], old) for name, old in before.items())
     OPS.take_over(arguments)
     assert same_bits(arguments["window"], window)
-    assert same_bits(arguments["state"], state)
+    assert_close(arguments["state"], state)
+    assert not same_sums or same_bits(arguments["state"], state)
     untouched = arguments["counts"] == 0
     assert same_bits(arguments["state"][:-1][untouched], before["state"][:-1][untouched])
 
 
 @pytest.mark.parametrize("shape", [SHAPES[3], SHAPES[6]], ids=lambda shape: "-".join(map(str, shape)))
 def test_other_sizes(shape):
-    run(cuda_block(shape, [5, 0, 1, 3], 5))
+    run(cuda_block(shape, [5, 0, 1, 3], 5), same_sums=False)
 
 
 @pytest.mark.parametrize("batch", [1, 64])
@@ -59,7 +61,8 @@ def test_other_sizes(shape):
 )
 def test_a_models_sizes(dtype, state_dtype, batch):
     counts = [(5 * row + 16) % 17 for row in range(batch)]
-    run(cuda_block(REAL, counts, 16, dtype=dtype, state_dtype=state_dtype, weights=dtype))
+    arguments = cuda_block(REAL, counts, 16, dtype=dtype, state_dtype=state_dtype, weights=dtype)
+    run(arguments, same_sums=state_dtype == torch.float32)
 
 
 def test_blocks_in_turn_without_waiting():
