@@ -10,7 +10,7 @@ import triton.language as tl
 from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
 from deepspeed_hybrid.ops.triton.rounding import rounded, rounded_if
 
-TILE = 4096  # elements of a program
+TILE, WARPS = 2048, 8  # elements and warps of a program
 
 
 # How many tokens there are is no reason to compile again.
@@ -89,7 +89,7 @@ def launch(
             D=size,
             BLOCK_D=block_d,
             BLOCK_HEADS=block_heads,
-            num_warps=4,
+            num_warps=WARPS,
             **pdl(core),
         )
     return out

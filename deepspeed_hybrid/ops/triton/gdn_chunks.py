@@ -15,7 +15,7 @@ import triton.language as tl
 from deepspeed_hybrid.ops.gdn_chunks import CHUNK, GdnChunkSizes
 from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
 
-WARPS = 4
+PREPARE_WARPS, CARRY_WARPS = 2, 4
 # Columns of the state for a program of the second kernel, and its stages of loads: with few programs each waits for
 # its own loads, with many the cache is read less often by wide ones, and two on a multiprocessor wait in turn.
 NARROW, WIDE = (32, 2), (64, 1)
@@ -218,7 +218,7 @@ def launch(
             a.stride(0),
             a.stride(1),
             **shape,
-            num_warps=WARPS,
+            num_warps=PREPARE_WARPS,
             **pdl(query),
         )
         gdn_carry_kernel[(value_dim // block_v, rows * heads)](
@@ -237,7 +237,7 @@ def launch(
             BLOCK_V=block_v,
             FIRST=first,
             STAGES=stages,
-            num_warps=WARPS,
+            num_warps=CARRY_WARPS,
             **pdl(query),
         )
     return core

@@ -14,7 +14,7 @@ from deepspeed_hybrid.ops.triton.rounding import rounded_if
 
 # A program has RUNS runs of RUN tokens side by side. A row of its tile is a whole cache line of 16-bit channels, or a
 # head, which is normalised; of what a run reads, only the few tokens before it are read by another one too.
-RUN, RUNS, AHEAD, BLOCK_C = 16, 4, 4, 64
+RUN, RUNS, AHEAD, BLOCK_C = 8, 8, 4, 64
 L2 = tl.constexpr(L2_EPS)
 
 
