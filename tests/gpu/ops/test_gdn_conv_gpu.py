@@ -145,10 +145,11 @@ def test_replays_of_a_graph():
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_no_sync_is_needed():
     arguments = moved(arguments_of(SMALL, 3, 5), "cuda")
-    gdn_conv(**arguments)
+    arguments |= slots_of(**arguments)
+    module.gdn_conv(**arguments)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        gdn_conv(**arguments)
+        module.gdn_conv(**arguments)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
