@@ -25,37 +25,56 @@ namespace {
 template <typename S>
 using Sums = float[S::kTiles][S::kGroups][4];
 
-// Rows of x that are not there, and of the weight beyond the tile, are whatever lies in the ring:
-// their sums go nowhere.
-template <typename Element, typename S>
-__device__ __forceinline__ void multiply_block(Sums<S>& sums, const uint4* stage)
-{
-    const int lane = threadIdx.x % kWarp, row = lane % 8, matrix = lane / 8;
+// A block of the ring as the tensor cores take it. Rows of x that are not there, and of the weight
+// beyond the tile, are whatever lies in the ring: their sums go nowhere.
+template <typename S>
+struct Block {
+    uint4 x[2][S::kGroups];
+    uint4 weight[2][S::kTiles][2];
+
+    __device__ __forceinline__ explicit Block(const uint4* stage)
+    {
+        const int lane = threadIdx.x % kWarp, row = lane % 8, matrix = lane / 8;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        uint4 x[S::kGroups];
+        for (int half = 0; half < 2; ++half) {
 #pragma unroll
-        for (int group = 0; group < S::kGroups; ++group) {
-            x[group] = load_matrices(stage + (S::kColumns + group * kGroup) * kBlockChunks +
-                                     swizzled(row, half * 4 + matrix));
-        }
+            for (int group = 0; group < S::kGroups; ++group) {
+                x[half][group] =
+                    load_matrices(stage + (S::kColumns + group * kGroup) * kBlockChunks +
+                                  swizzled(row, half * 4 + matrix));
+            }
 #pragma unroll
-        for (int tile = 0; tile < S::kTiles; ++tile) {
+            for (int tile = 0; tile < S::kTiles; ++tile) {
 #pragma unroll
-            for (int step = 0; step < 2; ++step) {
-                const uint4* rows = stage + (tile * kTile + matrix % 2 * 8) * kBlockChunks;
-                const uint4 w =
-                    load_matrices(rows + swizzled(row, half * 4 + step * 2 + matrix / 2));
-#pragma unroll
-                for (int group = 0; group < S::kGroups; ++group) {
-                    const uint4& of = x[group];
-                    multiply_tile<Element>(sums[tile][group], w, step ? of.z : of.x,
-                                           step ? of.w : of.y);
+                for (int step = 0; step < 2; ++step) {
+                    const uint4* rows = stage + (tile * kTile + matrix % 2 * 8) * kBlockChunks;
+                    weight[half][tile][step] =
+                        load_matrices(rows + swizzled(row, half * 4 + step * 2 + matrix / 2));
                 }
             }
         }
     }
-}
+
+    template <typename Element>
+    __device__ __forceinline__ void multiply(Sums<S>& sums) const
+    {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int step = 0; step < 2; ++step) {
+#pragma unroll
+                for (int tile = 0; tile < S::kTiles; ++tile) {
+#pragma unroll
+                    for (int group = 0; group < S::kGroups; ++group) {
+                        const uint4& of = x[half][group];
+                        multiply_tile<Element>(sums[tile][group], weight[half][tile][step],
+                                               step ? of.z : of.x, step ? of.w : of.y);
+                    }
+                }
+            }
+        }
+    }
+};
 
 template <typename S>
 __device__ __forceinline__ void store_sums(const Sums<S>& sums, float* shared)
@@ -77,6 +96,35 @@ __device__ __forceinline__ void store_sums(const Sums<S>& sums, float* shared)
     }
 }
 
+// Barriers beside that of all threads, between the warps that multiply and the one more.
+constexpr int kSummed = 1, kFinished = 2;
+
+template <int kBarrier>
+__device__ __forceinline__ void meet()
+{
+    asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+
+// Those who arrive do not wait for those who meet them.
+template <int kBarrier>
+__device__ __forceinline__ void arrive()
+{
+    asm volatile("bar.arrive %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+
+// What follows the sums of a tile, by one warp.
+template <typename Element, typename S, bool glu>
+__device__ __forceinline__ void finish_alone(const FewRowsArguments& args, int tile, float* shared,
+                                             const float* factors)
+{
+#pragma unroll 1
+    for (int part = 0; part <= kWarps; ++part) {
+        Finish<Element, S, glu> finish(args, part, kWarps + 1);
+        finish.load(tile);
+        finish.store(tile, shared, factors);
+    }
+}
+
 template <typename Element, typename S, bool glu>
 __global__ void __launch_bounds__(kThreads, 2) few_rows_linear(const FewRowsArguments args)
 {
@@ -93,20 +141,43 @@ __global__ void __launch_bounds__(kThreads, 2) few_rows_linear(const FewRowsArgu
     wait_for_predecessor();
     if (first < blocks) stream.fill_x();
     if (warp == kWarps) find_factors<S>(args, factors);
+    __syncwarp();
 
-    Finish<Element, S, glu> finish(args, rank * (kWarps + 1) + warp, args.split * (kWarps + 1));
-    for (int tile = blockIdx.x / args.split; tile < args.tiles; tile += gridDim.x / args.split) {
-        finish.load(tile);
-        Sums<S> sums = {};
+    const int stride = gridDim.x / args.split;
+    int tile = blockIdx.x / args.split;
+    const auto add_up_tile = [&](Sums<S>& sums) {
         for (int block = first; block < blocks; block += step) {
-            multiply_block<Element, S>(sums, stream.next());
-            stream.done();
+            const Block<S> there(stream.next());
+            stream.done();  // asks for more before this is multiplied
+            there.template multiply<Element>(sums);
         }
-        if (warp < kWarps) store_sums<S>(sums, shared);
-        synchronise(args.split);
-        finish.store(tile, shared, factors);
-        synchronise(args.split);
+    };
+    // Of several tiles, all but the last are whole ones of a block: the last warp does what follows
+    // their sums, while the others are at the next tile.
+    for (; tile + stride < args.tiles; tile += stride) {
+        if (warp == kWarps) {
+            meet<kSummed>();
+            finish_alone<Element, S, glu>(args, tile, shared, factors);
+            arrive<kFinished>();
+        } else {
+            Sums<S> sums = {};
+            add_up_tile(sums);
+            if (tile >= stride) meet<kFinished>();
+            store_sums<S>(sums, shared);
+            arrive<kSummed>();
+        }
     }
+    Finish<Element, S, glu> finish(args, rank * (kWarps + 1) + warp, args.split * (kWarps + 1));
+    finish.load(tile);
+    Sums<S> sums = {};
+    add_up_tile(sums);
+    if (warp < kWarps) {
+        if (tile >= stride) meet<kFinished>();
+        store_sums<S>(sums, shared);
+    }
+    synchronise(args.split);
+    finish.store(tile, shared, factors);
+    if (args.split > 1) synchronise(args.split);  // the others may still be reading here
     wait_for_copies<0>();  // of x, where a share has fewer blocks than the ring
 #endif
 }

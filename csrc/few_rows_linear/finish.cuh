@@ -11,21 +11,6 @@ namespace ds_hybrid {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// What the warps of the cluster found, in a fixed order.
-template <typename S>
-__device__ __forceinline__ float sum_of_warps(float* shared, int split, int row, int column)
-{
-    float sum = 0.0f;
-    for (int rank = 0; rank < split; ++rank) {
-        const float* of = of_block(shared, split, rank);
-#pragma unroll
-        for (int warp = 0; warp < kWarps; ++warp) {
-            sum += of[(warp * S::kRows + row) * S::kPitch + column];
-        }
-    }
-    return sum;
-}
-
 __device__ __forceinline__ float sum_of_warp(float value)
 {
 #pragma unroll
@@ -96,15 +81,15 @@ public:
 
     __device__ __forceinline__ void store(int tile, float* shared, const float* factors) const
     {
+        Found found = {}, up = {};
+        add_up(found, shared, 0);
+        if constexpr (glu) add_up(up, shared, kOut);
         float squares[kRowsOfWarp] = {};
         for_each(tile, [&](int i, int j, int row, int column) {
-            const int at = threadIdx.x % kWarp + j * kWarp;
-            const float sum = factors[row] * sum_of_warps<S>(shared, args_.split, row, at);
-            float result = rounded(sum + bias_[j]);
+            float result = rounded(factors[row] * found[i][j] + bias_[j]);
             if constexpr (glu) {
-                const float up =
-                    factors[row] * sum_of_warps<S>(shared, args_.split, row, at + kOut);
-                result = rounded(result / (1.0f + expf(-result))) * rounded(up);
+                result =
+                    rounded(result / (1.0f + expf(-result))) * rounded(factors[row] * up[i][j]);
             }
             const Element out = result + residual_[i][j];
             static_cast<Element*>(args_.out)[offset(row, column)] = out;
@@ -129,6 +114,31 @@ private:
     static constexpr int kOut = Tiling<S, glu>::kOut;
     static constexpr int kRowsOfWarp = (S::kRows + kWarps) / (kWarps + 1);
     static constexpr int kColumnsOfLane = (kOut + kWarp - 1) / kWarp;
+
+    using Found = float[kRowsOfWarp][kColumnsOfLane];
+
+    // What the warps of the cluster found, in a fixed order, from a column of the tile on. Of all
+    // places before anything is stored, so that no read waits for another.
+    __device__ __forceinline__ void add_up(Found& found, float* shared, int first) const
+    {
+        const int lane = threadIdx.x % kWarp;
+        for (int rank = 0; rank < args_.split; ++rank) {
+            const float* const of = of_block(shared, args_.split, rank) + first + lane;
+#pragma unroll
+            for (int i = 0; i < kRowsOfWarp; ++i) {
+                const int row = warp_ + i * warps_;
+#pragma unroll
+                for (int j = 0; j < kColumnsOfLane; ++j) {
+                    const bool present = row < args_.rows && lane + j * kWarp < kOut;
+#pragma unroll
+                    for (int warp = 0; warp < kWarps; ++warp) {
+                        const int at = (warp * S::kRows + row) * S::kPitch + j * kWarp;
+                        found[i][j] += present ? of[at] : 0.0f;
+                    }
+                }
+            }
+        }
+    }
 
     template <typename Visit>
     __device__ __forceinline__ void for_each(int tile, Visit visit) const
