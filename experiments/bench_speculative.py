@@ -89,16 +89,16 @@ class Scripted:
     def __init__(self, drafter: DFlashDrafter, rate: float):
         self.drafter = drafter
         chance = torch.rand(TABLE, LONGEST - 1, generator=torch.Generator().manual_seed(0))
-        self.rights = (chance < rate).long().cumprod(dim=1).sum(dim=1).to(drafter.device)
+        right = (chance < rate).long().cumprod(dim=1).bool()
+        self.drafts = torch.where(right, ANSWER, OTHER).to(drafter.device)
 
     def __getattr__(self, name: str):
         return getattr(self.drafter, name)
 
     def propose(self, state, tokens: int, kv_length: int) -> torch.Tensor:
         drafts = self.drafter.propose(state, tokens, kv_length)
-        right = self.rights[(7 * state.length + 101 * state.sample) % TABLE]
-        drafts.fill_(OTHER)
-        return drafts.masked_fill_(torch.arange(tokens - 1, device=drafts.device) < right[:, None], ANSWER)
+        place = (7 * state.length + 101 * state.sample) % TABLE
+        return drafts.copy_(self.drafts[:, : tokens - 1].index_select(0, place))
 
 
 def forced(choose: Callable) -> Callable:
