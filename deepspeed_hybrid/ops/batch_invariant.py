@@ -47,6 +47,8 @@ def normed_linear_in_groups(
 ) -> torch.Tensor:
     """``op`` (normed_linear or its reference), a few rows at a time."""
     step = rows_at_once(scaled, weight, glu)
+    if scaled.shape[0] <= step:
+        return op(scaled, squares, eps, weight, bias, glu)
     groups = zip(scaled.split(step), squares.split(step, dim=1), strict=True)
     return torch.cat([op(rows, parts.contiguous(), eps, weight, bias, glu) for rows, parts in groups])
 
@@ -61,6 +63,8 @@ def residual_linear_in_groups(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``op`` (residual_linear or its reference), a few rows at a time."""
     step = rows_at_once(x, weight, False)
+    if x.shape[0] <= step:
+        return op(x, weight, bias, residual, *norm)
     groups = zip(x.split(step), residual.split(step), strict=True)
     hidden, scaled, squares = zip(*(op(rows, weight, bias, before, *norm) for rows, before in groups), strict=True)
     return torch.cat(hidden), torch.cat(scaled), torch.cat(squares, dim=1)
