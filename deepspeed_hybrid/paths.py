@@ -35,7 +35,13 @@ from deepspeed_hybrid.ops.embedded_rows import embedded_rows, embedded_rows_refe
 from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves, fused_silu_mul_halves_reference
 from deepspeed_hybrid.ops.gated_heads import gated_heads
 from deepspeed_hybrid.ops.gated_norm import gated_norm
-from deepspeed_hybrid.ops.gdn_block import gdn_block, gdn_block_reference, gdn_commit, gdn_commit_reference
+from deepspeed_hybrid.ops.gdn_block import (
+    gdn_advance,
+    gdn_block,
+    gdn_block_reference,
+    gdn_commit,
+    gdn_commit_reference,
+)
 from deepspeed_hybrid.ops.gdn_chunks import gdn_chunks
 from deepspeed_hybrid.ops.gdn_conv import gdn_conv
 from deepspeed_hybrid.ops.gdn_decode import gdn_decode, gdn_decode_reference
@@ -300,9 +306,9 @@ def chain_ops(
     attention = partial(attention_decode, splits=SPLITS) if batch_invariant else attention_decode
     block = partial(token_by_token, attention) if batch_invariant else attention_block
     rest = attention, block, embedded_rows, rotary_tables
-    # Prompts and training go through flash-linear-attention there.
+    advance = None if batch_invariant else gdn_advance  # its norm adds in another order than that of gdn_decode
     gdn = partial(gdn_decode, rounded_heads=True), partial(gdn_heads, rounded_heads=True), gdn_block, gdn_commit
-    return DecodeOps(fused_linear.normed_rows, *products, shared, *gdn, *rest)
+    return DecodeOps(fused_linear.normed_rows, *products, shared, *gdn, *rest, gdn_advance=advance)
 
 
 def _reference_ops(batch_invariant: bool) -> DecodeOps:

@@ -134,7 +134,8 @@ def watch_chain(rollout: HybridEngineRollout, note: Callable[[str, tuple], None]
 
         return run
 
-    names = {field.name for field in fields(chain)} - {"shared_sum"}  # it has a state
+    names = {field.name for field in fields(chain) if getattr(chain, field.name) is not None}
+    names -= {"shared_sum"}  # it has a state
     injection.chain = replace(chain, **{name: noted(name) for name in names})
     injection.follow()
 

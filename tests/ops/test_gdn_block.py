@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""gdn_heads, gdn_block and gdn_commit on a CPU, and their Triton kernels in the interpreter: as many decode steps."""
+"""gdn_heads and the ops of gdn_block.py on a CPU, and their kernels in Triton's interpreter: as many decode steps."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
 from decode_cases import same_bits
-from gdn_block_cases import BlockOps, block_of, step_by_step
+from gdn_block_cases import BlockOps, block_of, step_by_step, twin_of
 from gdn_decode_cases import SHAPES, Shape, interpreted
 from glue_cases import poisoned_outputs
 from tolerances import assert_close
 
-from deepspeed_hybrid.ops.gdn_block import gdn_block, gdn_commit, gdn_commit_op
+from deepspeed_hybrid.ops.gdn_block import gdn_advance, gdn_advance_op, gdn_block, gdn_commit, gdn_commit_op
 from deepspeed_hybrid.ops.gdn_decode import gdn_decode_reference
 from deepspeed_hybrid.ops.gdn_heads import gdn_heads
 
@@ -38,11 +38,19 @@ def commit_kernel(*args, **named) -> None:
     launch_commit(*args, **named)
 
 
-KERNELS = BlockOps(heads_kernel, block_kernel, commit_kernel)
+def advance_kernel(
+    projected, heads, gates, window, state, norm_weight, eps, position, counts, key_heads
+) -> torch.Tensor:
+    from deepspeed_hybrid.ops.triton.gdn_block import launch
+
+    return launch(projected, heads, gates, state, norm_weight, eps, counts, key_heads, window, position)
+
+
+KERNELS = BlockOps(heads_kernel, block_kernel, commit_kernel, advance_kernel)
 both = pytest.mark.parametrize(
     "ops",
     [
-        BlockOps(gdn_heads, gdn_block, gdn_commit),
+        BlockOps(gdn_heads, gdn_block, gdn_commit, gdn_advance),
         pytest.param(KERNELS, marks=[pytest.mark.interpreter, interpreted]),
     ],
     ids=["op", "kernel"],
@@ -61,7 +69,11 @@ def run(ops: BlockOps, arguments: dict) -> None:
     assert (mine.view(*live.shape, -1)[~live] == 0).all()
     assert_close(mine, out)
     assert all(same_bits(arguments[name], old) for name, old in before.items())
+    twin = twin_of(arguments)
+    with poisoned_outputs():
+        assert same_bits(ops.at_once(twin), mine)
     ops.take_over(arguments)
+    assert all(same_bits(twin[name], arguments[name]) for name in before)
     assert same_bits(arguments["window"], window)
     assert_close(arguments["state"], state)
     if ops is not KERNELS:
@@ -212,7 +224,7 @@ def test_what_the_kernel_before_stores_is_waited_for(stores):
 
 # -------------------------------------------------------------------------------------------------------------- as ops
 
-OPS = BlockOps(gdn_heads, gdn_block, gdn_commit)
+OPS = BlockOps(gdn_heads, gdn_block, gdn_commit, gdn_advance)
 
 
 @pytest.mark.parametrize("rounded", [False, True])
@@ -226,8 +238,9 @@ def test_opcheck(rounded):
 
         return call
 
-    watched = BlockOps(*(checked(op) for op in (gdn_heads, gdn_block, gdn_commit_op)))
+    watched = BlockOps(*(checked(op) for op in (gdn_heads, gdn_block, gdn_commit_op, gdn_advance_op)))
     watched.verify(arguments)
+    watched.at_once(twin_of(arguments))
     watched.take_over(arguments)
 
 
@@ -242,6 +255,8 @@ def test_there_is_no_gradient():
         one.verify(other)
     with pytest.raises(RuntimeError, match="gdn_commit is for inference and has no gradient"):
         one.take_over(other)
+    with pytest.raises(RuntimeError, match="gdn_advance is for inference and has no gradient"):
+        one.at_once(other)
 
 
 @both

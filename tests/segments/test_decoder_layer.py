@@ -5,6 +5,7 @@
 Hugging Face's numbers, and lanes that are parked."""
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +27,8 @@ from torch import nn
 from deepspeed_hybrid import RolloutRequest, SamplingConfig
 from deepspeed_hybrid.compat import text_model
 from deepspeed_hybrid.ops import fused_linear
+from deepspeed_hybrid.ops.gdn_block import gdn_advance
+from deepspeed_hybrid.segments import decoder_layer
 from deepspeed_hybrid.segments.decoder_layer import PreparedNorm
 from deepspeed_hybrid.segments.norm import Norm
 
@@ -84,6 +87,27 @@ def test_a_layer_left_alone_runs_its_own_forward(monkeypatch):
         assert (step["normed_rows"], step["normed_linear"], step["residual_linear"]) == (1, 7, 6)
         assert (step["gdn"], step["attention"]) == (2, 1)
         assert (step["Qwen3_5DecoderLayer"], step["Qwen3_5RMSNorm"]) == (1, 2)
+
+
+@pytest.mark.parametrize("many", [3, 4, 5])
+def test_recurrent_layers_of_many_rows(many, monkeypatch):
+    """Heads, then scan and norm, instead of one op from so many rows on: same answers, with lanes that are parked."""
+    model = tiny_model()
+    limits = dict(max_new_tokens_per_row=[9, 2, 6, 9])
+    expected = greedy(rollout_of(model), ragged_prompts([3, 1, 7, 5]), 9, **limits)
+    mixer = next(layer.linear_attn for layer in text_model(model).layers if hasattr(layer, "linear_attn"))
+    monkeypatch.setattr(decoder_layer, "MANY_HEADS", many * mixer.num_v_heads)
+    rollout = rollout_of(model, shrink_tail=False)
+    rollout._injection.chain = replace(rollout._injection.chain, gdn_advance=gdn_advance)
+    seen = Counter()
+    watch_chain(rollout, lambda name, args: seen.update([name]))
+
+    batch = greedy(rollout, ragged_prompts([3, 1, 7, 5]), 9, **limits)
+
+    assert all(same_bits(one, other) for one, other in zip(batch.input_ids, expected.input_ids, strict=True))
+    assert same_bits(batch.logprobs, expected.logprobs)
+    in_parts = many <= 4
+    assert bool(seen["gdn_advance"]) == bool(seen["gdn_heads"]) == in_parts and bool(seen["gdn"]) != in_parts
 
 
 # --------------------------------------------------------------------------------------------------- prepared norms

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""The Triton kernels of gdn_block and gdn_commit, and their launches."""
+"""The Triton kernel of gdn_block, gdn_commit and gdn_advance, and its launches."""
 
 import torch
 import triton
@@ -148,13 +148,17 @@ def launch(
     eps: float,
     counts: torch.Tensor,
     key_heads: int,
+    window: torch.Tensor | None = None,
+    position: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``gdn_block`` through the kernels, on CUDA or in Triton's interpreter."""
-    sizes = checked_block(projected, heads, gates, state, counts, key_heads, norm_weight=norm_weight)
+    """``gdn_block``, or with a window ``gdn_advance``, through the kernels, on CUDA or in Triton's interpreter."""
+    fits = {"norm_weight": norm_weight, "window": window, "position": position}
+    sizes = checked_block(projected, heads, gates, state, counts, key_heads, **fits)
     lanes, core = counts.numel(), projected.new_empty(projected.shape[0], sizes.values)
     if not core.numel():
         return core
-    _scan(sizes, [heads], [gates], [state], counts, core, None, None, None)
+    into = (None, None, None) if window is None else ([projected], [window], position)
+    _scan(sizes, [heads], [gates], [state], counts, core, *into)
     z = projected[:, sizes.channels : sizes.channels + sizes.values].unflatten(0, (-1, lanes))
     core = core.view(-1, lanes, sizes.value_heads, sizes.value_dim)
     return gated_norm.launch(core, z, norm_weight, eps, counts).flatten(0, 1)
