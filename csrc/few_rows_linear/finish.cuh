@@ -56,9 +56,9 @@ __device__ __forceinline__ void find_factors(const FewRowsArguments& args, float
     }
 }
 
-// Bias, residual and norm weight at one warp's places of a tile, asked for while the tile's sums
-// are still being made; and everything that follows the product there. Rows are dealt out to all
-// warps of the cluster, columns to lanes.
+// Bias, residual and norm weight at one warp's places of a tile, which the last tile of a block
+// asks for while its sums are still being made; and everything that follows the product there. Rows
+// are dealt out to all warps of the cluster, columns to lanes.
 template <typename Element, typename S, bool glu>
 class Finish {
 public:

@@ -12,7 +12,7 @@ namespace ds_hybrid {
 
 constexpr int kWarp = 32;
 constexpr int kWarps = 4;                       // that multiply
-constexpr int kThreads = kWarp * (kWarps + 1);  // and one more, for the norm of the rows
+constexpr int kThreads = kWarp * (kWarps + 1);  // and one more, for norms and ends of tiles
 constexpr int kGroup = 8;                       // rows of x of one product on the tensor cores
 constexpr int kTile = 16;                       // rows of the weight of one such product
 

@@ -46,12 +46,12 @@ def test_one_slot_and_many(model_of, kind):
         assert same_bits(apart.logprobs, together.logprobs), slots
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("glu", [False, True], ids=["plain", "glu"])
 def test_products_of_rows_anywhere(glu, dtype):
     rows, n, k = 41, 400, 2560
     normed = moved(normed_arguments(rows, n, k, dtype=dtype, parts=70, glu=glu), "cuda")
-    residual = moved(residual_arguments(rows, n, k, dtype=dtype), "cuda")
+    residual = moved(residual_arguments(rows, n, k, dtype=dtype, bias=not glu), "cuda")
     out = normed_linear_in_groups(normed_linear, **normed)
     added = residual_linear_in_groups(residual_linear, *residual.values())
     for row in (0, 1, 7, 8, 15, 16, 17, 31, 40):

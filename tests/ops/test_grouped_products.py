@@ -46,6 +46,14 @@ def test_residual_linear(step):
     assert sum(sizes) == 7 and max(sizes) == min(step, 7)
 
 
+def test_sums_with_a_residual_in_fp16_are_the_librarys(monkeypatch):
+    """Which goes by the number of rows."""
+    monkeypatch.setattr(batch_invariant, "rows_at_once", lambda *_: 16)
+    arguments, sizes = residual_arguments(7, 12, 33, dtype=torch.float16), []
+    residual_linear_in_groups(recorded(residual_linear_reference, sizes), *arguments.values())
+    assert sizes == [1] * 7
+
+
 def test_a_cpu_takes_one_row_at_a_time():
     arguments = normed_arguments(2, 64, 64, dtype=torch.bfloat16)
     assert batch_invariant.rows_at_once(arguments["scaled"], arguments["weight"], False) == 1

@@ -14,9 +14,9 @@ from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
 from deepspeed_hybrid.ops.triton.gdn_decode import _product
 
 # A program has some of a head's columns, which one warp can hold in registers: no thread ever waits for another warp.
-# Sums over DK are then added up in the order of gdn_decode, whose four warps have every fourth row of an fp32 state
-# each, as the four groups of eight threads do here. Of few rows, which leave the card idle, a block takes a quarter
-# less in programs of half as many columns.
+# Sums over DK are then added up in the order of gdn_decode, whose four warps have every fourth row of an fp32 state of
+# 128 columns each, as the four groups of eight threads do here. Of few rows, which leave the card idle, a block takes a
+# quarter less in programs of half as many columns; where vectors of four divide a head, that changes no sum.
 COLUMNS, FEW_COLUMNS, FEW_LANES = 32, 16, 4
 MOST_LAYERS = 64  # of a launch: each has five addresses among its parameters, of which 4 KiB are sure
 
@@ -194,7 +194,7 @@ def _scan(
     window: list[torch.Tensor] | None,
     position: torch.Tensor | None,
 ) -> None:
-    few = core is not None and counts.numel() <= FEW_LANES
+    few = core is not None and counts.numel() <= FEW_LANES and sizes.value_dim % 4 == 0
     columns = min(FEW_COLUMNS if few else COLUMNS, triton.next_power_of_2(sizes.value_dim))
     splits = triton.cdiv(sizes.value_dim, columns)
     with torch.cuda.device_of(counts):  # Triton launches on the current device

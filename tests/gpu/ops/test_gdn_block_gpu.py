@@ -69,6 +69,18 @@ def test_a_models_sizes(dtype, state_dtype, batch):
     run(arguments, same_sums=state_dtype == torch.float32)
 
 
+@pytest.mark.parametrize("lanes", [1, 4, 5, 64])
+def test_a_row_has_the_same_bits_among_any_number_of_lanes(lanes):
+    """Few lanes are read in narrower programs."""
+    one, many = (cuda_block(REAL, [4] * rows, 4, dtype=torch.bfloat16) for rows in (1, lanes))
+    for name in ("window", "state", "position"):
+        many[name][0] = one[name][0]
+    many["projected"][::lanes] = one["projected"]
+    assert same_bits(OPS.verify(many)[::lanes], OPS.verify(one))
+    OPS.take_over(one), OPS.take_over(many)
+    assert same_bits(many["state"][0], one["state"][0])
+
+
 def test_blocks_in_turn_without_waiting():
     """Layers one behind another, as in a step: kernels start before those ahead of them have ended."""
     layers = [cuda_block(REAL, [(row + layer) % 5 for row in range(8)], 4, seed=layer) for layer in range(6)]
