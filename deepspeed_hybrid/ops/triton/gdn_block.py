@@ -15,8 +15,8 @@ from deepspeed_hybrid.ops.triton.gdn_decode import _product
 
 # A program has some of a head's columns, which one warp can hold in registers: no thread ever waits for another warp.
 # Sums over DK are then added up in the order of gdn_decode, whose four warps have every fourth row of an fp32 state of
-# 128 columns each, as the four groups of eight threads do here. Of few rows, which leave the card idle, a block takes a
-# quarter less in programs of half as many columns; where vectors of four divide a head, that changes no sum.
+# 128 columns each, as the four groups of eight threads do here. Of few rows, which leave the card idle, a block takes
+# a quarter less in programs of half as many columns; where vectors of four divide a head, that changes no sum.
 COLUMNS, FEW_COLUMNS, FEW_LANES = 32, 16, 4
 MOST_LAYERS = 64  # of a launch: each has five addresses among its parameters, of which 4 KiB are sure
 
