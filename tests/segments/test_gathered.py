@@ -172,8 +172,10 @@ def test_model_that_was_born_partitioned(one_process, zero3):
     config = copy.deepcopy(plain.config)
     config.pad_token_id = None  # transformers would write to the row of an embedding that has none yet
     options = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": ZERO3}
-    with deepspeed.zero.Init(config_dict_or_path=options, dtype=torch.float32):
+    # A dtype that is named is not heeded where a CPU has no fp16; without one, the configuration's is taken: fp32.
+    with deepspeed.zero.Init(config_dict_or_path=options):
         model = type(plain)(config)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0), torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
