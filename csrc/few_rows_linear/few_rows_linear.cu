@@ -152,8 +152,8 @@ __global__ void __launch_bounds__(kThreads, 2) few_rows_linear(const FewRowsArgu
             there.template multiply<Element>(sums);
         }
     };
-    // Blocks of several tiles share none of them with another block: the last warp does what follows
-    // the sums of all but the last tile, while the others are at the next one.
+    // Blocks of several tiles share none of them with another block: the last warp does what
+    // follows the sums of all but the last tile, while the others are at the next one.
     for (; tile + stride < args.tiles; tile += stride) {
         if (warp == kWarps) {
             meet<kSummed>();
