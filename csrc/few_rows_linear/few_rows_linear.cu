@@ -22,12 +22,9 @@
 namespace ds_hybrid {
 namespace {
 
-template <typename S>
-using Sums = float[S::kTiles][S::kGroups][4];
-
 // A block of the ring as the tensor cores take it. Rows of x that are not there, and of the weight
 // beyond the tile, are whatever lies in the ring: their sums go nowhere.
-template <typename S>
+template <typename S, bool glu>
 struct Block {
     uint4 x[2][S::kGroups];
     uint4 weight[2][S::kTiles][2];
@@ -47,9 +44,10 @@ struct Block {
             for (int tile = 0; tile < S::kTiles; ++tile) {
 #pragma unroll
                 for (int step = 0; step < 2; ++step) {
-                    const uint4* rows = stage + (tile * kTile + matrix % 2 * 8) * kBlockChunks;
+                    const uint4* rows = stage + tile * kTile * kBlockChunks;
+                    const int beyond = row + matrix % 2 * Tiling<S, glu>::gap(tile);
                     weight[half][tile][step] =
-                        load_matrices(rows + swizzled(row, half * 4 + step * 2 + matrix / 2));
+                        load_matrices(rows + swizzled(beyond, half * 4 + step * 2 + matrix / 2));
                 }
             }
         }
@@ -76,26 +74,6 @@ struct Block {
     }
 };
 
-template <typename S>
-__device__ __forceinline__ void store_sums(const Sums<S>& sums, float* shared)
-{
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-#pragma unroll
-    for (int tile = 0; tile < S::kTiles; ++tile) {
-#pragma unroll
-        for (int group = 0; group < S::kGroups; ++group) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int row = warp * S::kRows + group * kGroup + lane % 4 * 2 + i % 2;
-                const int column = tile * kTile + i / 2 * 8;
-                if (column < S::kColumns) {
-                    shared[row * S::kPitch + column + lane / 4] = sums[tile][group][i];
-                }
-            }
-        }
-    }
-}
-
 // Barriers beside that of all threads, between the warps that multiply and the one more.
 constexpr int kSummed = 1, kFinished = 2;
 
@@ -112,19 +90,6 @@ __device__ __forceinline__ void arrive()
     asm volatile("bar.arrive %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
-// What follows the sums of a tile, by one warp.
-template <typename Element, typename S, bool glu>
-__device__ __forceinline__ void finish_alone(const FewRowsArguments& args, int tile, float* shared,
-                                             const float* factors)
-{
-#pragma unroll 1
-    for (int part = 0; part <= kWarps; ++part) {
-        Finish<Element, S, glu> finish(args, part, kWarps + 1);
-        finish.load(tile);
-        finish.store(tile, shared, factors);
-    }
-}
-
 template <typename Element, typename S, bool glu>
 __global__ void __launch_bounds__(kThreads, 2) few_rows_linear(const FewRowsArguments args)
 {
@@ -132,52 +97,63 @@ __global__ void __launch_bounds__(kThreads, 2) few_rows_linear(const FewRowsArgu
     extern __shared__ uint4 memory[];
     float* const shared = reinterpret_cast<float*>(memory + S::kRing);
     float* const factors = shared + S::kSums;
-    const int warp = threadIdx.x / kWarp, rank = blockIdx.x % args.split;
+    const int warp = threadIdx.x / kWarp, rank = blockIdx.x & (args.split - 1);
     const int first = rank * kWarps + warp, step = kWarps * args.split;
     const int blocks = warp < kWarps ? args.blocks : 0;
+    auto* const arrived = reinterpret_cast<uint64_t*>(factors + S::kRows);
+    const Exchange<S> exchange(args, rank, shared, arrived);
 
     Stream<Element, S, glu> stream(args, memory, first, step);
     if (first < blocks) stream.fill_weight();
     wait_for_predecessor();
     if (first < blocks) stream.fill_x();
-    if (warp == kWarps) find_factors<S>(args, factors);
+    if (warp == kWarps) {
+        find_factors<S>(args, factors);
+        exchange.expect();
+    }
     __syncwarp();
 
-    const int stride = gridDim.x / args.split;
-    int tile = blockIdx.x / args.split;
-    const auto add_up_tile = [&](Sums<S>& sums) {
-        for (int block = first; block < blocks; block += step) {
-            const Block<S> there(stream.next());
-            stream.done();  // asks for more before this is multiplied
-            there.template multiply<Element>(sums);
-        }
-    };
+    const int stride = gridDim.x >> args.shift;
+    int tile = blockIdx.x >> args.shift;
     // Blocks of several tiles share none of them with another block: the last warp does what
     // follows the sums of all but the last tile, while the others are at the next one.
-    for (; tile + stride < args.tiles; tile += stride) {
-        if (warp == kWarps) {
-            meet<kSummed>();
-            finish_alone<Element, S, glu>(args, tile, shared, factors);
-            arrive<kFinished>();
-        } else {
+    for (;; tile += stride) {
+        const bool last = tile + stride >= args.tiles, alone = !last && warp == kWarps;
+        Finish<Element, S, glu> finish(args, exchange, tile, alone ? 0 : warp);
+        if (last) finish.load();
+        if (warp < kWarps) {
             Sums<S> sums = {};
-            add_up_tile(sums);
+#pragma unroll 1
+            for (int block = first; block < blocks; block += step) {
+                const Block<S, glu> there(stream.next());
+                stream.done();  // asks for more before this is multiplied
+                there.template multiply<Element>(sums);
+            }
             if (tile >= stride) meet<kFinished>();
-            store_sums<S>(sums, shared);
-            arrive<kSummed>();
+            exchange.put(sums);
+            if (!last) {
+                arrive<kSummed>();
+                continue;
+            }
         }
+        if (last) {
+            if (exchange.is_done(warp * 2)) break;
+            exchange.meet();
+        } else {
+            meet<kSummed>();
+            finish.load();
+        }
+        const int pairs = alone ? 1 : kWarps + 1;
+        for (int pair = alone ? 0 : warp;;) {
+            finish.store(factors);
+            pair += pairs;
+            if (exchange.row(pair * 2) >= args.rows) break;
+            finish.advance(pairs);
+            finish.load();
+        }
+        if (last) break;
+        arrive<kFinished>();
     }
-    Finish<Element, S, glu> finish(args, rank * (kWarps + 1) + warp, args.split * (kWarps + 1));
-    finish.load(tile);
-    Sums<S> sums = {};
-    add_up_tile(sums);
-    if (warp < kWarps) {
-        if (tile >= stride) meet<kFinished>();
-        store_sums<S>(sums, shared);
-    }
-    synchronise(args.split);
-    finish.store(tile, shared, factors);
-    if (args.split > 1) synchronise(args.split);  // the others may still be reading here
     wait_for_copies<0>();  // of x, where a share has fewer blocks than the ring
 #endif
 }

@@ -33,6 +33,7 @@ struct FewRowsArguments {
     int blocks;      // of kInnerStep
     int tiles;       // of columns
     int split;       // blocks of threads that share a tile: a cluster
+    int shift;       // its logarithm to base 2
     int processors;  // of the card
     bool glu;
     bool narrow;  // tiles of kNarrowColumns; always with a residual

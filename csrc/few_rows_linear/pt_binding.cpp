@@ -74,7 +74,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> few_rows_linear(
     const auto place = [](const std::optional<at::Tensor>& tensor) {
         return tensor ? tensor->const_data_ptr() : nullptr;
     };
-    FewRowsArguments args;
+    FewRowsArguments args = {};
     args.x = x.const_data_ptr();
     args.weight = weight.const_data_ptr();
     args.squares = static_cast<const float*>(place(squares));
@@ -96,6 +96,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> few_rows_linear(
     args.narrow = narrow;
     args.processors = processors;
     args.split = split_of(tiles, processors);
+    while (1 << args.shift < args.split) ++args.shift;
     args.type = x.scalar_type();
     launch_few_rows_linear(args, c10::cuda::getCurrentCUDAStream());
     return {out, scaled, next_squares};

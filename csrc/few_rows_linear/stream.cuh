@@ -24,14 +24,17 @@ struct Shape {
     static constexpr int kGroups = kRows / kGroup;
     static constexpr int kTiles = (kColumns + kTile - 1) / kTile;
     static constexpr int kStage = (kColumns + kRows) * kBlockChunks;  // 16-byte chunks
-    static constexpr int kPitch = kColumns + 4;  // of the sums: no bank conflicts
+    static constexpr int kPitch = kTiles * kGroup + 2;  // pairs of sums: no bank conflicts
     static constexpr int kRing = kWarps * kStages * kStage;
-    static constexpr int kSums = kWarps * kRows * kPitch;
-    static constexpr size_t kBytes = sizeof(uint4) * kRing + sizeof(float) * (kSums + kRows);
+    static constexpr int kSums = kWarps * kRows * kPitch * 2;
+    static constexpr size_t kBytes =
+        sizeof(uint4) * kRing + sizeof(float) * (kSums + kRows) + sizeof(uint64_t);
     static_assert(kRows % kGroup == 0 && kColumns % kGroup == 0 && kWarp % kRows == 0);
 };
 
-// Tiles of `args.columns`. The last one overlaps the one before rather than end outside.
+// Tiles of `args.columns`. The last one overlaps the one before rather than end outside. Gates and
+// ups take turns, eight of each or what is left, so that the two of a column are eight apart where
+// the tensor cores take them.
 template <typename S, bool glu>
 struct Tiling {
     static constexpr int kOut = glu ? S::kColumns / 2 : S::kColumns;
@@ -39,6 +42,21 @@ struct Tiling {
     static __device__ __forceinline__ int first_column(const FewRowsArguments& args, int tile)
     {
         return min(tile * kOut, args.columns - kOut);
+    }
+    // Rows between the two halves of what one product on the tensor cores takes.
+    static __device__ __forceinline__ constexpr int gap(int tile)
+    {
+        return glu && kOut - tile * kGroup < kGroup ? kOut - tile * kGroup : kGroup;
+    }
+    // Whether a row of the tile is of ups, and which of the tile's columns it is.
+    static __device__ __forceinline__ constexpr bool is_up(int row)
+    {
+        return glu && row % kTile >= gap(row / kTile);
+    }
+    static __device__ __forceinline__ constexpr int column(int row)
+    {
+        if (!glu) return row;
+        return row / kTile * kGroup + row % kTile - (is_up(row) ? gap(row / kTile) : 0);
     }
 };
 
@@ -53,8 +71,8 @@ public:
           ring_(ring + warp % kWarps * S::kStages * S::kStage),
           warp_(warp),
           step_(step),
-          tile_step_(gridDim.x / args.split),
-          tile_(blockIdx.x / args.split),
+          tile_step_(gridDim.x >> args.shift),
+          tile_(blockIdx.x >> args.shift),
           block_(warp)
     {
         const int lane = threadIdx.x % kWarp;
@@ -66,7 +84,7 @@ public:
     // Fills the ring but for x. Then, after the wait, `fill_x` does the rest.
     __device__ __forceinline__ void fill_weight()
     {
-#pragma unroll
+#pragma unroll 1
         for (int stage = 0; stage < S::kStages; ++stage) {
             if (tile_ < args_.tiles) {
                 fetch_weight(stage);
@@ -78,7 +96,7 @@ public:
     __device__ __forceinline__ void fill_x()
     {
         int block = warp_;
-#pragma unroll
+#pragma unroll 1
         for (int stage = 0; stage < S::kStages; ++stage) {
             fetch_x(stage, block);
             commit_copies();
@@ -127,12 +145,14 @@ private:
 
     __device__ __forceinline__ void fetch_weight(int stage)
     {
-        constexpr int kOut = Tiling<S, glu>::kOut;
-        const Element* from = weight_ + block_ * kBlock;
+        using Tiles = Tiling<S, glu>;
+        const Element* const from = weight_ + block_ * kBlock;
+        const Element* const up = from + static_cast<int64_t>(args_.columns) * args_.inner;
 #pragma unroll
         for (int row = 0; row < S::kColumns; row += kRowsAtOnce) {
-            if (glu && row == kOut) from += static_cast<int64_t>(args_.columns) * args_.inner;
-            copy_chunk(place(stage, row), from + static_cast<int64_t>(row % kOut) * args_.inner);
+            copy_chunk(place(stage, row),
+                       (Tiles::is_up(row) ? up : from) +
+                           static_cast<int64_t>(Tiles::column(row)) * args_.inner);
         }
     }
     __device__ __forceinline__ void fetch_x(int stage, int block)
