@@ -36,7 +36,6 @@ from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves, fu
 from deepspeed_hybrid.ops.gated_heads import gated_heads
 from deepspeed_hybrid.ops.gated_norm import gated_norm
 from deepspeed_hybrid.ops.gdn_block import (
-    gdn_advance,
     gdn_block,
     gdn_block_reference,
     gdn_commit,
@@ -45,6 +44,7 @@ from deepspeed_hybrid.ops.gdn_block import (
 from deepspeed_hybrid.ops.gdn_chunks import gdn_chunks
 from deepspeed_hybrid.ops.gdn_conv import gdn_conv
 from deepspeed_hybrid.ops.gdn_decode import gdn_decode, gdn_decode_reference
+from deepspeed_hybrid.ops.gdn_deferred import gdn_deferred
 from deepspeed_hybrid.ops.gdn_gates import gdn_gates, gdn_gates_reference
 from deepspeed_hybrid.ops.gdn_heads import gdn_heads, gdn_heads_reference
 from deepspeed_hybrid.ops.keep_tokens import keep_tokens
@@ -306,9 +306,9 @@ def chain_ops(
     attention = partial(attention_decode, splits=SPLITS) if batch_invariant else attention_decode
     block = partial(token_by_token, attention) if batch_invariant else attention_block
     rest = attention, block, embedded_rows, rotary_tables
-    advance = None if batch_invariant else gdn_advance  # its norm adds in another order than that of gdn_decode
+    deferred = None if batch_invariant else gdn_deferred  # which is for many rows only
     gdn = partial(gdn_decode, rounded_heads=True), partial(gdn_heads, rounded_heads=True), gdn_block, gdn_commit
-    return DecodeOps(fused_linear.normed_rows, *products, shared, *gdn, *rest, gdn_advance=advance)
+    return DecodeOps(fused_linear.normed_rows, *products, shared, *gdn, *rest, gdn_deferred=deferred)
 
 
 def _reference_ops(batch_invariant: bool) -> DecodeOps:

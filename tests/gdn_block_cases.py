@@ -15,7 +15,6 @@ class BlockOps(NamedTuple):
     heads: Callable
     block: Callable
     commit: Callable
-    advance: Callable
 
     def prepared(self, arguments: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The products, and what ``heads`` makes of them."""
@@ -30,11 +29,6 @@ class BlockOps(NamedTuple):
         """The outputs of all tokens, from arguments by the names of gdn_decode, and ``counts``."""
         named = {name: arguments[name] for name in ("state", "norm_weight", "eps", "counts", "key_heads")}
         return self.block(*self.prepared(arguments), **named)
-
-    def at_once(self, arguments: dict) -> torch.Tensor:
-        """The outputs, and window and state behind the counted ones."""
-        names = "window", "state", "norm_weight", "eps", "position", "counts", "key_heads"
-        return self.advance(*self.prepared(arguments), **{name: arguments[name] for name in names})
 
     def take_over(self, arguments: dict) -> None:
         """Window and state behind the counted ones."""
@@ -56,11 +50,6 @@ def block_of(shape: Shape, counts: list[int], tokens: int, seed: int = 0, **opti
     projected = projected.transpose(0, 1).flatten(0, 1)
     arguments["projected"] = slice_of_poison(projected, projected.shape[1] + 5, 2)
     return arguments | {"counts": torch.tensor(counts, dtype=torch.int64)}
-
-
-def twin_of(arguments: dict) -> dict:
-    """The same with a window and a state of their own."""
-    return arguments | {name: arguments[name].clone() for name in ("window", "state")}
 
 
 def step_by_step(decode: Callable, arguments: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

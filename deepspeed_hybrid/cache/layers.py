@@ -10,6 +10,7 @@ import torch
 
 from deepspeed_hybrid.compat import LinearAttentionLayer, StaticLayer
 from deepspeed_hybrid.ops.gdn_decode import ring_order, window_order
+from deepspeed_hybrid.ops.gdn_deferred import KEPT
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class StepPlan:
     only_slot: int | None = None  # the slot of the only row, where the host knows it: keys are read without a copy
     last_column: bool = False  # nobody asks for anything else of the model: of the last layer it is enough
     ids: torch.Tensor | None = None  # [B, T] int64: the tokens, for who draws on more than the model's cache
+    answered: torch.Tensor | None = None  # [B] int64: in a decode step, tokens of each row's answer so far
 
     def lengths(self) -> torch.Tensor:
         """[B] int64: tokens of each row when this forward is done."""
@@ -74,6 +76,7 @@ class PlanHolder:
     plan: StepPlan
 
     def __init__(self) -> None:
+        self.deferring = False  # whether decode steps may leave tokens beside recurrent states
         self._made: dict[Hashable, torch.Tensor] = {}
 
     def begin(self, plan: StepPlan) -> None:
@@ -161,19 +164,30 @@ class SlotGdnLayer(LinearAttentionLayer):
 
     The window keeps the projection's dtype, the recurrent state ``state_dtype``. It is a ring: the token at position p
     is in column p % kernel. What is read and written has it in the order of time, the latest token last.
+
+    Args:
+        defers: there is room for tokens that are not in the state yet: ``deferred``, as gdn_deferred keeps them.
     """
 
-    def __init__(self, holder: PlanHolder, slots: int, state_dtype: torch.dtype):
+    def __init__(self, holder: PlanHolder, slots: int, state_dtype: torch.dtype, defers: bool = False):
         super().__init__()
-        self.holder, self.slots, self.state_dtype = holder, slots, state_dtype
+        self.holder, self.slots, self.state_dtype, self.defers = holder, slots, state_dtype, defers
         self.window: torch.Tensor | None = None
         self.state: torch.Tensor | None = None
+        self.deferred: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
-    def ensure(self, projected: torch.Tensor, kernel_size: int, state_shape: tuple[int, int, int]) -> None:
+    def ensure(
+        self, projected: torch.Tensor, kernel_size: int, state_shape: tuple[int, int, int], key_heads: int
+    ) -> None:
         """Make the buffers at the first forward; ``projected`` is [B, T, channels]."""
         if self.window is not None:
             return
         rows, device = self.slots + 1, projected.device
+        if self.defers:
+            heads, key_dim, value_dim = state_shape
+            keys = torch.zeros(rows, key_heads, KEPT, key_dim, dtype=projected.dtype, device=device)
+            deltas = torch.zeros(rows, heads, KEPT, value_dim, dtype=torch.float32, device=device)
+            self.deferred = keys, deltas, deltas.new_zeros(rows, heads, KEPT)
         self.window = torch.zeros(rows, projected.shape[-1], kernel_size, dtype=projected.dtype, device=device)
         self.state = torch.zeros(rows, *state_shape, dtype=self.state_dtype, device=device)
 
@@ -219,4 +233,7 @@ class SlotGdnLayer(LinearAttentionLayer):
             self.state[: plan.lanes].copy_(state)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {} if self.window is None else {"gdn_conv": self.window, "gdn_state": self.state}
+        if self.window is None:
+            return {}
+        kinds = "gdn_conv", "gdn_state", "gdn_keys", "gdn_deltas", "gdn_decays"
+        return dict(zip(kinds, (self.window, self.state, *(self.deferred or ())), strict=False))

@@ -22,15 +22,23 @@ class SlotCache(Cache):
         slots: rows that can be in flight. Slot number ``slots`` is scratch: parked lanes write their keys there.
         capacity: tokens a slot holds.
         state_dtype: dtype of the recurrent state.
+        defers: whether decode steps may leave tokens beside recurrent states, for which there is room then.
     """
 
-    def __init__(self, kinds: list[str], slots: int, capacity: int, state_dtype: torch.dtype = torch.float32):
+    def __init__(
+        self,
+        kinds: list[str],
+        slots: int,
+        capacity: int,
+        state_dtype: torch.dtype = torch.float32,
+        defers: bool = False,
+    ):
         self.holder = PlanHolder()
-        self.slots, self.capacity, self.state_dtype = slots, capacity, state_dtype
+        self.slots, self.capacity, self.state_dtype, self.defers = slots, capacity, state_dtype, defers
         self.companions: list = []  # what else has a place for every slot, to be copied with it: has tensors()
         super().__init__(
             layers=[
-                SlotGdnLayer(self.holder, slots, state_dtype)
+                SlotGdnLayer(self.holder, slots, state_dtype, defers)
                 if kind == "linear_attention"
                 else SlotKVLayer(self.holder, slots, capacity)
                 for kind in kinds

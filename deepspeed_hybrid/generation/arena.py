@@ -86,6 +86,7 @@ class Arena:
         prompts: prompt forwards of fixed shapes, or None to prefill in exact shapes, eagerly.
         least: the smallest number of those that ranks pass which share the model: they make room alike.
         sums: over those ranks; what it keeps goes with the graphs, which write to it.
+        many_heads: of all rows, from where on plain steps may leave tokens beside recurrent states; None: never.
     """
 
     def __init__(
@@ -101,12 +102,13 @@ class Arena:
         speculation: StepMaker | None = None,
         least: Callable[[int], int] = int,
         sums: SharedSum | None = None,
+        many_heads: int | None = None,
     ):
         self.model, self.device, self.state_dtype = model, device, state_dtype
         self.graphs, self.masked = graphs, masked
         self.choose, self.truncate = choose, truncate
         self.prompts, self.speculation, self.sums = prompts, speculation, sums
-        self.device_free, self.least = partial(free_bytes, device), least
+        self.device_free, self.least, self.many_heads = partial(free_bytes, device), least, many_heads
         self.lanes = self.kv_length = 0
         self.scratch = 0  # the most bytes of a step's logits, and of what becomes of them, so far
         self.cache: SlotCache | None = None
@@ -122,7 +124,8 @@ class Arena:
             if self._beyond(self._bytes(slots, capacity, kind)):
                 slots, capacity = self.lanes, self.kv_length  # room for this call alone
             self.release()
-            self.cache = SlotCache(layer_kinds(self.model.model), slots, capacity, self.state_dtype)
+            kinds, defers = layer_kinds(self.model.model), self._defers(slots)
+            self.cache = SlotCache(kinds, slots, capacity, self.state_dtype, defers)
             self.state = DecodeState.empty(slots, capacity, self.device)
             if self.speculation is not None:
                 self.speculation.attach(self.cache)
@@ -170,11 +173,16 @@ class Arena:
     def _bytes(self, slots: int, capacity: int, kind: SamplingKind) -> int:
         slot = SlotBytes.of(self.model.model, self.state_dtype)
         return (
-            cache_bytes(slot, slots, capacity)
+            cache_bytes(slot, slots, capacity, self._defers(slots))
             + (0 if self.speculation is None else self.speculation.cache_bytes(slots, capacity))
             + state_bytes(slots, capacity, self.model.vocab_size, kind)
             + self._logits_bytes(slots, kind)
         )
+
+    def _defers(self, rows: int) -> bool:
+        """Whether steps of so many rows leave tokens beside recurrent states."""
+        heads = SlotBytes.of(self.model.model, self.state_dtype).heads
+        return self.many_heads is not None and self.speculation is None and 0 < self.many_heads <= rows * heads
 
     def _logits_bytes(self, lanes: int, kind: SamplingKind) -> int:
         sorts = self.truncate is not truncate_scores or self.device.type == "cpu"
@@ -197,6 +205,8 @@ class Arena:
         self.state.set_stop_ids(plan.stop_ids)
         if plan.kind.penalised:
             self.state.track_seen(self.model.vocab_size)
+        # To the end of the call, however few rows are left.
+        self.cache.holder.deferring = self.cache.defers and self._defers(self.lanes)
         return self._step(plan)
 
     def shrink(self, lanes: int, moves: list[tuple[int, int]], plan: SamplingPlan) -> Callable[[], None]:
@@ -210,7 +220,7 @@ class Arena:
 
     def _step(self, plan: SamplingPlan) -> Callable[[], None]:
         kind, lanes, kv_length = plan.kind, self.state.lanes(self.lanes), self.kv_length
-        key = (self.lanes, kv_length, kind, self.state.stop_ids.numel())
+        key = (self.lanes, kv_length, kind, self.state.stop_ids.numel(), self.cache.holder.deferring)
         arguments = (self.model, self.cache, lanes, kind, kv_length)
 
         def prepare(step: Callable[..., None], which: Hashable) -> Callable[[], None]:

@@ -47,6 +47,7 @@ def decode_step(
         write_positions=position,
         before=state.position,
         ids=state.token[:, None],
+        answered=state.length,
     )
     mask = None
     if masked:

@@ -4,8 +4,7 @@
 """Several tokens a row through a GatedDeltaNet layer, of which it is decided afterwards how many have been.
 
 :func:`gdn_block` gives the outputs of all of them and writes nothing; :func:`gdn_commit` takes over window and state
-behind the first of them, from the same heads and gates of :func:`deepspeed_hybrid.ops.gdn_heads.gdn_heads`;
-:func:`gdn_advance` does both at once, where it is known how many there are. Each token
+behind the first of them, from the same heads and gates of :func:`deepspeed_hybrid.ops.gdn_heads.gdn_heads`. Each token
 is one of :func:`deepspeed_hybrid.ops.gdn_decode.gdn_decode`, in its order of operations and with its roundings. Rows
 come token by token: row i * B + b is token i of slot b.
 """
@@ -99,24 +98,6 @@ def _scan(
     return core, memory
 
 
-def gdn_advance_reference(
-    projected: torch.Tensor,
-    heads: torch.Tensor,
-    gates: torch.Tensor,
-    window: torch.Tensor,
-    state: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
-    position: torch.Tensor,
-    counts: torch.Tensor,
-    key_heads: int,
-) -> torch.Tensor:
-    """What :func:`gdn_advance` does, in plain torch on any device."""
-    out = gdn_block_reference(projected, heads, gates, state, norm_weight, eps, counts, key_heads)
-    gdn_commit_reference([projected], [heads], [gates], [window], [state], position, counts, key_heads)
-    return out
-
-
 @torch.library.custom_op("deepspeed_hybrid::gdn_block", mutates_args=(), device_types="cuda")
 def gdn_block(
     projected: torch.Tensor,
@@ -173,54 +154,9 @@ def gdn_commit_op(
     launch_commit(projected, heads, gates, window, state, position, counts, key_heads)
 
 
-@torch.library.custom_op("deepspeed_hybrid::gdn_advance", mutates_args=("window", "state"), device_types="cuda")
-def gdn_advance_op(
-    projected: torch.Tensor,
-    heads: torch.Tensor,
-    gates: torch.Tensor,
-    window: torch.Tensor,
-    state: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
-    position: torch.Tensor,
-    counts: torch.Tensor,
-    key_heads: int,
-) -> torch.Tensor:
-    """:func:`gdn_advance` without the refusal of gradients."""
-    from deepspeed_hybrid.ops.triton.gdn_block import launch
-
-    return launch(projected, heads, gates, state, norm_weight, eps, counts, key_heads, window, position)
-
-
-@gdn_advance_op.register_fake
-def _(projected, heads, gates, window, state, *rest) -> torch.Tensor:
-    return projected.new_empty(projected.shape[0], state.shape[1] * state.shape[3])
-
-
 gdn_block.register_kernel("cpu")(gdn_block_reference)
 gdn_commit_op.register_kernel("cpu")(gdn_commit_reference)
-gdn_advance_op.register_kernel("cpu")(gdn_advance_reference)
 refuse_gradients(gdn_block, "gdn_block")
-
-
-def gdn_advance(
-    projected: torch.Tensor,
-    heads: torch.Tensor,
-    gates: torch.Tensor,
-    window: torch.Tensor,
-    state: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
-    position: torch.Tensor,
-    counts: torch.Tensor,
-    key_heads: int,
-) -> torch.Tensor:
-    """:func:`gdn_block`, with window and state taken over as :func:`gdn_commit` does: a state passes once.
-
-    On CUDA these are two launches without a host sync. Arguments, result and errors are those of the two.
-    """
-    refuse_recording("gdn_advance", projected, heads, gates, window, state, norm_weight)
-    return gdn_advance_op(projected, heads, gates, window, state, norm_weight, eps, position, counts, key_heads)
 
 
 def gdn_commit(

@@ -52,9 +52,8 @@ ATTENTION_FACTS = {
 }  # fmt: skip
 
 
-# Of all rows, from where on three launches of finer programs read and write states faster than one. On an H200 a layer
-# of 32 heads of [128, 128] took 165 us in one at 128 rows, and 154 in three; 324 and 296 at 256, 83 and 81 at 64.
-MANY_HEADS = 96 * 32
+# Of all rows, from where on it is faster to read states, write them at every 16th token, and keep tokens until then.
+MANY_HEADS = 24 * 32
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class DecodeOps:
     attention_block: Callable
     embedded_rows: Callable
     rotary_tables: Callable
-    gdn_advance: Callable | None = None  # for steps of many rows; None: ``gdn`` does any
+    gdn_deferred: Callable | None = None  # for steps of many rows; None: ``gdn`` does any
 
 
 def decoder_layer_obstacle(layer: nn.Module, segments: list[Segment]) -> str | None:
@@ -291,15 +290,17 @@ def gdn_decode_step(
         projected.narrow(1, 0, 2 * module.key_dim + module.value_dim),
         module.conv_kernel_size,
         (module.num_v_heads, module.head_k_dim, module.head_v_dim),
+        module.num_k_heads,
     )
     norm, heads = module.norm, module.num_k_heads
     conv = slots.window, module.conv1d.weight[:, 0], module.conv1d.bias, module.A_log, module.dt_bias
     last = norm.weight, getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     block = plan.block
-    if block is None and ops.gdn_advance is not None and len(projected) * module.num_v_heads >= MANY_HEADS:
+    if block is None and cache.holder.deferring and ops.gdn_deferred is not None:
         counts = cache.holder.once("counts", lambda: (~plan.parked).long())
         made = ops.gdn_heads(projected, *conv, plan.before, counts, heads, module.head_k_dim)
-        return ops.gdn_advance(projected, *made, slots.window, slots.state, *last, plan.before, counts, heads)
+        kept = slots.window, slots.state, *slots.deferred
+        return ops.gdn_deferred(projected, *made, *kept, *last, plan.before, plan.answered, counts, heads)
     if block is None:
         return ops.gdn(projected, *conv, slots.state, *last, plan.before, plan.parked, heads)
     heads_of = projected, *conv, block.positions[0], block.counts, heads, module.head_k_dim

@@ -116,7 +116,8 @@ def gdn_forward(
     masked = fills and plan.token_mask is not None
     if masked:
         qkv = qkv * real
-    layer.ensure(qkv, module.conv_kernel_size, (module.num_v_heads, module.head_k_dim, module.head_v_dim))
+    state_shape = module.num_v_heads, module.head_k_dim, module.head_v_dim
+    layer.ensure(qkv, module.conv_kernel_size, state_shape, module.num_k_heads)
     decays = module.A_log, module.dt_bias
     chunks = chunks if plan.slots is not None and not masked else None
     if conv is None or plan.slots is None:

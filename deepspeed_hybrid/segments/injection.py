@@ -15,6 +15,7 @@ from deepspeed_hybrid.ops.shared_sum import SharedSum
 from deepspeed_hybrid.segments.apply import Binding, ModuleTables, bound
 from deepspeed_hybrid.segments.attention import attention_bindings
 from deepspeed_hybrid.segments.decoder_layer import (
+    MANY_HEADS,
     DecodeOps,
     PreparedNorm,
     decoder_layer_binding,
@@ -99,6 +100,12 @@ class Injection:
     def sums(self) -> SharedSum | None:
         """The op of decode chains that keeps something from step to step."""
         return self.chain.shared_sum if isinstance(self.chain, DecodeOps) else None
+
+    @property
+    def many_heads(self) -> int | None:
+        """Of all rows, from where on recurrent layers' decode steps may write their states late; None: never."""
+        defers = isinstance(self.chain, DecodeOps) and self.chain.gdn_deferred is not None
+        return MANY_HEADS if defers and None in self.unchained.values() else None
 
     @property
     def _chosen(self) -> list[Segment]:

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 from decode_cases import same_bits
-from gdn_block_cases import BlockOps, block_of, step_by_step, twin_of
+from gdn_block_cases import BlockOps, block_of, step_by_step
 from gdn_decode_cases import SHAPES, Shape, interpreted
 from glue_cases import poisoned_outputs
 from tolerances import assert_close
 
-from deepspeed_hybrid.ops.gdn_block import gdn_advance, gdn_advance_op, gdn_block, gdn_commit, gdn_commit_op
+from deepspeed_hybrid.ops.gdn_block import gdn_block, gdn_commit, gdn_commit_op
 from deepspeed_hybrid.ops.gdn_decode import gdn_decode_reference
 from deepspeed_hybrid.ops.gdn_heads import gdn_heads
 
@@ -38,19 +38,11 @@ def commit_kernel(*args, **named) -> None:
     launch_commit(*args, **named)
 
 
-def advance_kernel(
-    projected, heads, gates, window, state, norm_weight, eps, position, counts, key_heads
-) -> torch.Tensor:
-    from deepspeed_hybrid.ops.triton.gdn_block import launch
-
-    return launch(projected, heads, gates, state, norm_weight, eps, counts, key_heads, window, position)
-
-
-KERNELS = BlockOps(heads_kernel, block_kernel, commit_kernel, advance_kernel)
+KERNELS = BlockOps(heads_kernel, block_kernel, commit_kernel)
 both = pytest.mark.parametrize(
     "ops",
     [
-        BlockOps(gdn_heads, gdn_block, gdn_commit, gdn_advance),
+        BlockOps(gdn_heads, gdn_block, gdn_commit),
         pytest.param(KERNELS, marks=[pytest.mark.interpreter, interpreted]),
     ],
     ids=["op", "kernel"],
@@ -69,11 +61,7 @@ def run(ops: BlockOps, arguments: dict) -> None:
     assert (mine.view(*live.shape, -1)[~live] == 0).all()
     assert_close(mine, out)
     assert all(same_bits(arguments[name], old) for name, old in before.items())
-    twin = twin_of(arguments)
-    with poisoned_outputs():
-        assert same_bits(ops.at_once(twin), mine)
     ops.take_over(arguments)
-    assert all(same_bits(twin[name], arguments[name]) for name in before)
     assert same_bits(arguments["window"], window)
     assert_close(arguments["state"], state)
     if ops is not KERNELS:
@@ -224,7 +212,7 @@ def test_what_the_kernel_before_stores_is_waited_for(stores):
 
 # -------------------------------------------------------------------------------------------------------------- as ops
 
-OPS = BlockOps(gdn_heads, gdn_block, gdn_commit, gdn_advance)
+OPS = BlockOps(gdn_heads, gdn_block, gdn_commit)
 
 
 @pytest.mark.parametrize("rounded", [False, True])
@@ -238,9 +226,8 @@ def test_opcheck(rounded):
 
         return call
 
-    watched = BlockOps(*(checked(op) for op in (gdn_heads, gdn_block, gdn_commit_op, gdn_advance_op)))
+    watched = BlockOps(*(checked(op) for op in (gdn_heads, gdn_block, gdn_commit_op)))
     watched.verify(arguments)
-    watched.at_once(twin_of(arguments))
     watched.take_over(arguments)
 
 
@@ -255,8 +242,6 @@ def test_there_is_no_gradient():
         one.verify(other)
     with pytest.raises(RuntimeError, match="gdn_commit is for inference and has no gradient"):
         one.take_over(other)
-    with pytest.raises(RuntimeError, match="gdn_advance is for inference and has no gradient"):
-        one.at_once(other)
 
 
 @both

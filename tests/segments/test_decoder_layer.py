@@ -22,15 +22,18 @@ from harness import (
     watch_chain,
 )
 from models import ragged_prompts, solo, tiny_model
+from tolerances import assert_close
 from torch import nn
 
 from deepspeed_hybrid import RolloutRequest, SamplingConfig
 from deepspeed_hybrid.compat import text_model
+from deepspeed_hybrid.generation.arena import slot_bucket
+from deepspeed_hybrid.generation.capacity import SlotBytes, cache_bytes
 from deepspeed_hybrid.ops import fused_linear
-from deepspeed_hybrid.ops.gdn_block import gdn_advance
-from deepspeed_hybrid.segments import decoder_layer
+from deepspeed_hybrid.ops.gdn_deferred import gdn_deferred
 from deepspeed_hybrid.segments.decoder_layer import PreparedNorm
 from deepspeed_hybrid.segments.norm import Norm
+from deepspeed_hybrid.tools.models import decay_slowly
 
 pytestmark = pytest.mark.core
 
@@ -89,25 +92,55 @@ def test_a_layer_left_alone_runs_its_own_forward(monkeypatch):
         assert (step["Qwen3_5DecoderLayer"], step["Qwen3_5RMSNorm"]) == (1, 2)
 
 
+@pytest.mark.parametrize("settings", [{}, {"shrink_tail": False}, {"continuous": 3}], ids=str)
 @pytest.mark.parametrize("many", [3, 4, 5])
-def test_recurrent_layers_of_many_rows(many, monkeypatch):
-    """Heads, then scan and norm, instead of one op from so many rows on: same answers, with lanes that are parked."""
+def test_recurrent_layers_of_many_rows(many, settings):
+    """States are written late where a call begins with so many rows, up to its end, however rows come and go."""
     model = tiny_model()
-    limits = dict(max_new_tokens_per_row=[9, 2, 6, 9])
-    expected = greedy(rollout_of(model), ragged_prompts([3, 1, 7, 5]), 9, **limits)
-    mixer = next(layer.linear_attn for layer in text_model(model).layers if hasattr(layer, "linear_attn"))
-    monkeypatch.setattr(decoder_layer, "MANY_HEADS", many * mixer.num_v_heads)
-    rollout = rollout_of(model, shrink_tail=False)
-    rollout._injection.chain = replace(rollout._injection.chain, gdn_advance=gdn_advance)
+    decay_slowly(model)  # so that a token that is lost or counted twice shows
+    settings, prompts = dict(settings), ragged_prompts([3, 1, 7, 5, 14])
+    limits = dict(max_new_tokens_per_row=[40, 2, 33, 18, 5])
+    if "continuous" in settings:
+        limits["continuous_batch_size"] = settings.pop("continuous")
+    expected = greedy(rollout_of(model), prompts, 40, **limits)
+    rollout = deferring(rollout_of(model, **settings), many)
     seen = Counter()
     watch_chain(rollout, lambda name, args: seen.update([name]))
 
-    batch = greedy(rollout, ragged_prompts([3, 1, 7, 5]), 9, **limits)
+    for _ in range(2):  # what an earlier call has left in the rings is nothing to the next one
+        batch = greedy(rollout, prompts, 40, **limits)
+        assert all(same_bits(one, other) for one, other in zip(batch.input_ids, expected.input_ids, strict=True))
+        assert_close(batch.logprobs, expected.logprobs)
+    lanes = limits.get("continuous_batch_size", 5)
+    late = many <= slot_bucket(lanes)
+    assert bool(seen["gdn_deferred"]) == bool(seen["gdn_heads"]) == late and bool(seen["gdn"]) != late
+    report = rollout.memory_report()
+    assert ("gdn_deltas" in report) == late
+    arena = rollout._arena
+    slot = SlotBytes.of(model, torch.float32)
+    kinds = ("kv_keys", "kv_values", "gdn_conv", "gdn_state", "gdn_keys", "gdn_deltas", "gdn_decays")
+    needed = cache_bytes(slot, arena.cache.slots, arena.cache.capacity, late)
+    assert sum(report.get(kind, 0) for kind in kinds) == needed
 
+
+def test_samples_share_a_prompt_where_states_are_written_late():
+    """A fork copies what is kept beside the state along with it, of which nothing counts yet."""
+    model = tiny_model()
+    decay_slowly(model)
+    request = RolloutRequest(*ragged_prompts([3, 21]))
+    sampling = SamplingConfig(max_new_tokens=37, temperature=1.0, seed=3, n_samples_per_prompt=3)
+    expected = rollout_of(model).generate(request, sampling)
+    batch = deferring(rollout_of(model), 2).generate(request, sampling)
     assert all(same_bits(one, other) for one, other in zip(batch.input_ids, expected.input_ids, strict=True))
-    assert same_bits(batch.logprobs, expected.logprobs)
-    in_parts = many <= 4
-    assert bool(seen["gdn_advance"]) == bool(seen["gdn_heads"]) == in_parts and bool(seen["gdn"]) != in_parts
+
+
+def deferring(rollout, many: int):
+    """Let states be written late from so many rows on."""
+    rollout._injection.chain = replace(rollout._injection.chain, gdn_deferred=gdn_deferred)
+    rollout._injection.follow()
+    mixer = next(layer.linear_attn for layer in text_model(rollout._module).layers if hasattr(layer, "linear_attn"))
+    rollout._arena.many_heads = many * mixer.num_v_heads
+    return rollout
 
 
 # --------------------------------------------------------------------------------------------------- prepared norms

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""The Triton kernel of gdn_block, gdn_commit and gdn_advance, and its launches."""
+"""The Triton kernel of gdn_block and gdn_commit, and its launches."""
 
 import torch
 import triton
@@ -55,8 +55,8 @@ def gdn_block_kernel(
     """One program for a row and some columns of a value head of a layer, whose state stays in registers over all
     tokens.
 
-    What tokens read goes to ``core``, where there is one; where there are windows, they and the states are written. A
-    token's vectors are asked for while the one before it is at work.
+    What tokens read goes to ``core``, where there is one; otherwise states and windows are written. A token's vectors
+    are asked for while the one before it is at work.
     """
     announce(PDL)
     GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
@@ -117,7 +117,7 @@ def gdn_block_kernel(
             core_place += lanes * VALUES
         memory = memory.to(state.dtype.element_ty).to(tl.float32)  # as the next step finds it
 
-    if all_windows is not None:
+    if core is None:
         if count > 0:
             tl.store(state_place, memory.to(state.dtype.element_ty), mask=state_mask)
         # The last tokens into the window: values by whose they are, queries and keys in shares by the first head.
@@ -148,17 +148,13 @@ def launch(
     eps: float,
     counts: torch.Tensor,
     key_heads: int,
-    window: torch.Tensor | None = None,
-    position: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``gdn_block``, or with a window ``gdn_advance``, through the kernels, on CUDA or in Triton's interpreter."""
-    fits = {"norm_weight": norm_weight, "window": window, "position": position}
-    sizes = checked_block(projected, heads, gates, state, counts, key_heads, **fits)
+    """``gdn_block`` through the kernels, on CUDA or in Triton's interpreter."""
+    sizes = checked_block(projected, heads, gates, state, counts, key_heads, norm_weight=norm_weight)
     lanes, core = counts.numel(), projected.new_empty(projected.shape[0], sizes.values)
     if not core.numel():
         return core
-    into = (None, None, None) if window is None else ([projected], [window], position)
-    _scan(sizes, [heads], [gates], [state], counts, core, *into)
+    _scan(sizes, [heads], [gates], [state], counts, core, None, None, None)
     z = projected[:, sizes.channels : sizes.channels + sizes.values].unflatten(0, (-1, lanes))
     core = core.view(-1, lanes, sizes.value_heads, sizes.value_dim)
     return gated_norm.launch(core, z, norm_weight, eps, counts).flatten(0, 1)

@@ -15,39 +15,43 @@ import triton.language as tl
 from deepspeed_hybrid.ops.gdn_chunks import CHUNK, GdnChunkSizes
 from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
 
-PREPARE_WARPS, CARRY_WARPS = 2, 4
+PREPARE_WARPS, CARRY_WARPS = 4, 4
 # Columns of the state for a program of the second kernel, and its stages of loads: with few programs each waits for
 # its own loads, with many the cache is read less often by wide ones, and two on a multiprocessor wait in turn.
 NARROW, WIDE = (32, 2), (64, 1)
 MANY_PROGRAMS = 264
 
-BLOCK = tl.constexpr(16)  # of a chunk's tokens: within one the triangle is inverted by its powers
+BLOCK = tl.constexpr(16)  # of a chunk's tokens: up to there all blocks of the triangle are inverted side by side
 
 
 @triton.jit
-def _inverse(lower, SIZE: tl.constexpr):
-    """(1 + lower)^-1 of a strictly lower triangle [SIZE, SIZE], SIZE four blocks.
+def _inverse(lower, at, SIZE: tl.constexpr):
+    """(1 + lower)^-1 of a strictly lower triangle [SIZE, SIZE], SIZE four blocks, for unit keys and gates up to 1.
 
-    A block B to the 16th is 0, so that its inverse is (1 - B)(1 + B^2)(1 + B^4)(1 + B^8), in fp32: of powers beyond,
-    entries may be large where their sum is not. The blocks of the diagonal, D, leave N = D^-1 (lower - D), N^4 = 0.
+    From the inverses X of blocks of the diagonal come those of blocks twice as large: X - X lower X between the two
+    halves. What is multiplied is what one token's write adds to another's, hence within -1 and 1, where fp16 has the
+    bits of TF32.
     """
     BLOCKS: tl.constexpr = SIZE // BLOCK
-    at = tl.arange(0, SIZE)
-    same = (at[:, None] // BLOCK) == (at[None, :] // BLOCK)
-    diagonal = tl.where(same, lower, 0.0)
-    power = tl.sum(tl.reshape(diagonal, (BLOCKS, BLOCK, BLOCKS, BLOCK)), axis=2)
+    apart = (at[:, None] // BLOCK) ^ (at[None, :] // BLOCK)
+    pairs = tl.where(apart == 1, lower, 0.0).to(tl.float16)
+    halves = tl.where(apart >= 2, lower, 0.0).to(tl.float16)
+    block = tl.sum(tl.reshape(tl.where(apart == 0, lower, 0.0), (BLOCKS, BLOCK, BLOCKS, BLOCK)), axis=2)
     inside = tl.arange(0, BLOCK)
-    inverse = tl.where((inside[:, None] == inside[None, :])[None, :, :], 1.0, -power)
-    for _ in tl.static_range(3):
-        power = tl.dot(power, power, input_precision="tf32x3")
-        inverse += tl.dot(inverse, power, input_precision="tf32x3")
-    spread = tl.broadcast_to(inverse[:, :, None, :], (BLOCKS, BLOCK, BLOCKS, BLOCK))
-    inverse = tl.where(same, tl.reshape(spread, (SIZE, SIZE)), 0.0)
+    apart = inside[:, None] ^ inside[None, :]  # below 2 in one pair, below 4 in one four
+    inverse = tl.where((apart == 0)[None, :, :], 1.0, tl.where((apart == 1)[None, :, :], -block, 0.0))
+    block = block.to(tl.float16)
+    for level in tl.static_range(1, 4):
+        half = inverse.to(tl.float16)
+        between = tl.dot(tl.dot(half, block).to(tl.float16), half)
+        inverse = tl.where(((apart >> level) == 1)[None, :, :], -between, inverse)
 
-    between = tl.dot(inverse, lower - diagonal)
-    squared = tl.dot(between, between)
-    factor = tl.where(at[:, None] == at[None, :], 1.0, 0.0) - between
-    return tl.dot(factor + tl.dot(factor, squared), inverse)
+    spread = tl.reshape(tl.broadcast_to(inverse[:, :, None, :], (BLOCKS, BLOCK, BLOCKS, BLOCK)), (SIZE, SIZE))
+    inverse = tl.where(at[:, None] // BLOCK == at[None, :] // BLOCK, spread, 0.0)
+    half = inverse.to(tl.float16)
+    inverse -= tl.dot(tl.dot(half, pairs).to(tl.float16), half)
+    half = inverse.to(tl.float16)
+    return inverse - tl.dot(tl.dot(half, halves).to(tl.float16), half)
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
@@ -99,7 +103,7 @@ def gdn_prepare_kernel(
     decay = tl.cumsum(tl.where(real, rate * softplus, 0.0), axis=0)
 
     overlap = tl.dot(keys, tl.trans(keys)) * beta[:, None] * tl.exp(decay[:, None] - decay[None, :])
-    inverse = _inverse(tl.where(at[:, None] > at[None, :], overlap, 0.0), CHUNK) * beta[None, :]
+    inverse = _inverse(tl.where(at[:, None] > at[None, :], overlap, 0.0), at, CHUNK) * beta[None, :]
 
     padded = (lane * chunks + chunk) * CHUNK + at
     tl.store(decays + padded, decay)

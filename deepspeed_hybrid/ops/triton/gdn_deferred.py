@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""The Triton kernel of gdn_deferred, and its launch."""
+
+import torch
+import triton
+import triton.language as tl
+
+from deepspeed_hybrid.ops.gdn_deferred import KEPT, checked_deferred
+from deepspeed_hybrid.ops.triton import gated_norm
+from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
+
+COLUMNS, WARPS = 32, 1  # of a head's state for a program, and its warps: none ever waits for another
+
+
+# Where a ring's rows begin is a multiple of their length: alignments are known from there.
+@triton.jit(
+    do_not_specialize=["projected_stride"],
+    do_not_specialize_on_alignment=["position", "answered", "counts", "core", "decays"],
+)
+def gdn_deferred_kernel(
+    projected,
+    projected_stride,
+    heads,
+    gates,
+    window,
+    state,
+    keys,
+    deltas,
+    decays,
+    position,
+    answered,
+    counts,
+    core,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CONV_KERNEL: tl.constexpr,
+    KEPT: tl.constexpr,
+    TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program for a row and some columns of a value head."""
+    announce(PDL)
+    GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    SPLITS: tl.constexpr = (VALUE_DIM + COLUMNS - 1) // COLUMNS
+    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+    VALUES: tl.constexpr = VALUE_HEADS * VALUE_DIM
+    CHANNELS: tl.constexpr = 2 * KEYS + VALUES
+
+    head, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
+    row = tl.program_id(1).to(tl.int64)  # a slot times its size can pass 2^31
+    key_head = head // GROUP
+    within = tl.arange(0, TILE)
+    column = split * COLUMNS + tl.arange(0, COLUMNS)
+    key_mask, value_mask = within < KEY_DIM, column < VALUE_DIM
+
+    # Older than this step, and so asked for ahead of the end of the kernel before.
+    state += (row * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM) + within[:, None] * VALUE_DIM + column[None, :]
+    state_mask = key_mask[:, None] & value_mask[None, :]
+    memory = tl.load(state, mask=state_mask, other=0.0).to(tl.float32)
+
+    wait(PDL)
+    if tl.load(counts + row) == 0:
+        return
+    place = tl.load(position + row)
+    now = (place % KEPT).to(tl.int32)
+    oldest = now - tl.minimum(tl.load(answered + row) - 1, now).to(tl.int32)
+    token = tl.arange(0, KEPT)
+    is_kept = (token >= oldest) & (token < now)
+    keys += (row * KEY_HEADS + key_head) * (KEPT * KEY_DIM) + within
+    deltas += (row * VALUE_HEADS + head) * (KEPT * VALUE_DIM) + column
+    decays += (row * VALUE_HEADS + head) * KEPT
+    kept = tl.load(keys[None, :] + token[:, None] * KEY_DIM, mask=is_kept[:, None] & key_mask[None, :], other=0.0)
+    added = tl.load(
+        deltas[None, :] + token[:, None] * VALUE_DIM, mask=is_kept[:, None] & value_mask[None, :], other=0.0
+    )
+    faded = tl.load(decays + token, mask=is_kept, other=1.0)
+    later = tl.load(decays + token + 1, mask=(token + 1 >= oldest) & (token + 1 < now), other=1.0)
+
+    here = heads + row * CHANNELS
+    k = tl.load(here + KEYS + key_head * KEY_DIM + within, mask=key_mask, other=0.0)
+    q = tl.load(here + key_head * KEY_DIM + within, mask=key_mask, other=0.0).to(tl.float32) * (KEY_DIM**-0.5)
+    v = tl.load(here + 2 * KEYS + head * VALUE_DIM + column, mask=value_mask, other=0.0).to(tl.float32)
+    gates += row * (2 * VALUE_HEADS) + head
+    beta, decay = tl.load(gates), tl.load(gates + VALUE_HEADS)
+
+    # What is left by now of the state and of each kept token.
+    of_state = tl.sum(tl.where(token == 0, tl.cumprod(faded, axis=0, reverse=True), 0.0)) * decay
+    of_token = tl.cumprod(later, axis=0, reverse=True) * decay
+    known, read = tl.sum(memory * k.to(tl.float32)[:, None], axis=0), tl.sum(memory * q[:, None], axis=0)
+    kept = kept.to(tl.float32)
+    with_key = tl.sum(kept * k.to(tl.float32)[None, :], axis=1) * of_token
+    with_query = tl.sum(kept * q[None, :], axis=1) * of_token
+    known = known * of_state + tl.sum(with_key[:, None] * added, axis=0)
+    delta = (v - known) * beta
+    read = read * of_state + tl.sum(with_query[:, None] * added, axis=0) + tl.sum(k.to(tl.float32) * q) * delta
+    tl.store(core + row * VALUES + head * VALUE_DIM + column, read.to(core.dtype.element_ty), mask=value_mask)
+
+    if now == KEPT - 1:
+        for index in range(oldest, now):
+            key = tl.load(keys + index * KEY_DIM, mask=key_mask, other=0.0).to(tl.float32)
+            of_key = tl.load(deltas + index * VALUE_DIM, mask=value_mask, other=0.0)
+            memory = memory * tl.load(decays + index) + key[:, None] * of_key[None, :]
+        memory = memory * decay + k.to(tl.float32)[:, None] * delta[None, :]
+        tl.store(state, memory.to(state.dtype.element_ty), mask=state_mask)
+
+    # Values by whose they are, queries and keys in shares by the first head of those that have them.
+    SHARE: tl.constexpr = (TILE + SPLITS - 1) // SPLITS
+    mine = key_mask & (within // SHARE == split) & (head % GROUP == 0)
+    tl.store(keys + now * KEY_DIM, k, mask=mine)
+    tl.store(deltas + now * VALUE_DIM, delta, mask=value_mask)
+    tl.store(decays + now, decay, mask=split == 0)
+    ring = window + row * (CHANNELS * CONV_KERNEL) + (place % CONV_KERNEL).to(tl.int32)
+    raw = projected + row * projected_stride
+    for part in tl.static_range(0, 2):
+        channel = part * KEYS + key_head * KEY_DIM + within
+        tl.store(ring + channel * CONV_KERNEL, tl.load(raw + channel, mask=mine, other=0.0), mask=mine)
+    channel = 2 * KEYS + head * VALUE_DIM + column
+    tl.store(ring + channel * CONV_KERNEL, tl.load(raw + channel, mask=value_mask, other=0.0), mask=value_mask)
+
+
+def launch(
+    projected: torch.Tensor,
+    heads: torch.Tensor,
+    gates: torch.Tensor,
+    window: torch.Tensor,
+    state: torch.Tensor,
+    keys: torch.Tensor,
+    deltas: torch.Tensor,
+    decays: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    position: torch.Tensor,
+    answered: torch.Tensor,
+    counts: torch.Tensor,
+    key_heads: int,
+) -> torch.Tensor:
+    """``gdn_deferred`` through the kernels, on CUDA or in Triton's interpreter."""
+    kept, places = (keys, deltas, decays), (position, answered, counts)
+    sizes = checked_deferred(projected, heads, gates, window, state, *kept, norm_weight, *places, key_heads)
+    rows, core = len(projected), projected.new_empty(len(projected), sizes.values)
+    if not core.numel():
+        return core
+    columns = min(COLUMNS, triton.next_power_of_2(sizes.value_dim))
+    with torch.cuda.device_of(projected):  # Triton launches on the current device
+        gdn_deferred_kernel[(sizes.value_heads * triton.cdiv(sizes.value_dim, columns), rows)](
+            projected,
+            projected.stride(0),
+            heads,
+            gates,
+            window,
+            state,
+            *kept,
+            *places,
+            core,
+            KEY_HEADS=sizes.key_heads,
+            VALUE_HEADS=sizes.value_heads,
+            KEY_DIM=sizes.key_dim,
+            VALUE_DIM=sizes.value_dim,
+            CONV_KERNEL=sizes.conv_kernel,
+            KEPT=KEPT,
+            TILE=triton.next_power_of_2(sizes.key_dim),
+            COLUMNS=columns,
+            **pdl(projected),
+            num_warps=WARPS,
+        )
+    z = projected[:, sizes.channels : sizes.channels + sizes.values]
+    core = core.view(1, rows, sizes.value_heads, sizes.value_dim)
+    return gated_norm.launch(core, z[None], norm_weight, eps, counts)[0]
