@@ -13,6 +13,10 @@ is over the row of block 1, which is a rollout without a draft. "ms_context" in 
 rollout with a draft, whose context follows. "tokens_step" is what came out for a row. "tok_s_A" and "gain_A" are
 tokens a second of all rows, and over plain, if drafts in blocks of 16 gave A tokens a step, with one chance for all
 places: 5.97 and 3.84 are published for Qwen3.5-4B's draft, in general and on open questions.
+
+"chosen" is the length that the controller of a rollout has settled on, from its own measurements of plain steps and
+these blocks, with a draft as right as 5.97; "best" is the fastest one of the table. It is "of_best" as fast there: the
+controller does not change for less than a twentieth.
 """
 
 import argparse
@@ -31,7 +35,7 @@ from deepspeed_hybrid.config import DRAFT_KV_CACHE_DTYPES, HybridEngineRolloutCo
 from deepspeed_hybrid.generation.batch import SamplingConfig
 from deepspeed_hybrid.rollout import HybridEngineRollout
 from deepspeed_hybrid.speculative.config import DraftConfig
-from deepspeed_hybrid.speculative.controller import FixedBlock
+from deepspeed_hybrid.speculative.controller import FixedBlock, PayingBlock
 from deepspeed_hybrid.speculative.draft import DFlashDraft
 from deepspeed_hybrid.speculative.drafter import DFlashDrafter
 from deepspeed_hybrid.tools import results
@@ -45,6 +49,7 @@ PUBLISHED = (5.97, 3.84)  # tokens a step in blocks of LONGEST
 ANSWER, OTHER = 7, 8  # the token that all answers consist of, and a wrong one
 TABLE = 4093  # places at which scripts stop to be right, drawn once
 SKIPPED = 3  # steps before the first that counts
+SETTLING = 600  # tokens in which a controller tries every length, and stays with one
 
 
 def draft_config(config) -> DraftConfig:
@@ -174,6 +179,13 @@ class Measured:
         tokens_step = 1.0 if speculation is None else speculation.stats.summary()["tokens_per_step"]
         return statistics.median(times), tokens_step
 
+    def settles(self, request, batch: int, lengths: tuple[int, ...]) -> int:
+        """The length on which a controller settles that has seen nothing yet."""
+        controller = self.rollout._speculation.controller = PayingBlock(lengths)
+        sampling = SamplingConfig(max_new_tokens=SETTLING, temperature=0.0, n_samples_per_prompt=batch)
+        self.rollout.generate(request, sampling)
+        return controller.settled(batch)
+
 
 def row_of(batch: int, block: int, ms: float, plain: float, tokens: float) -> dict:
     row = {
@@ -220,7 +232,7 @@ def main() -> None:
         draft = DFlashDraft(draft_config(text_config(model))).to(next(model.parameters()).dtype).requires_grad_(False)
     rate = rate_for(PUBLISHED[0])
     capacity = options.prompt + round(PUBLISHED[0] * (SKIPPED + options.steps)) + 2 * LONGEST
-    capacity = max(capacity, options.capacity)
+    capacity = max(capacity, options.prompt + SETTLING + LONGEST, options.capacity)
     settings = {name: getattr(options, name) for name in ("draft_kv_cache_dtype", "draft_side_stream")}
     plain, speculative = Measured(model, None, capacity, rate), Measured(model, draft, capacity, rate, **settings)
     request = random_request(1, options.prompt, model, seed=0)
@@ -229,6 +241,9 @@ def main() -> None:
     def add(row: dict) -> None:
         rows.append(row)
         show(row, heading=len(rows) == 1)
+        write()
+
+    def write() -> None:
         if options.out:
             what = f"steps of speculative decoding, {options.preset}, blocks of a draft model of 5 layers"
             results.write_json(options.out, results.measurement(what, rows))
@@ -241,6 +256,12 @@ def main() -> None:
         for block in options.blocks:
             ms, tokens = speculative.step(request, batch, block, options.steps, tokens_of(rate, block))
             add(row_of(batch, block, ms, usual, tokens))
+        speed = {row["block"]: row[f"tok_s_{PUBLISHED[0]}"] for row in rows if row["batch"] == batch}
+        best = max(speed, key=speed.__getitem__)
+        chosen = speculative.settles(request, batch, (1, *options.blocks))
+        rows[-1] |= {"chosen": chosen, "best": best, "of_best": round(speed[chosen] / speed[best], 3)}
+        print(f"the controller chooses {chosen}, the fastest is {best}", flush=True)
+        write()
         speculative.rollout.release_memory()
     print(f"{time.perf_counter() - start:.0f} s")
     if options.plot:

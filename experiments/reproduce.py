@@ -90,7 +90,7 @@ TIMED = [
     Command("deepspeed-hybrid bench rollouts --model-config qwen3.5-4b --prompts 32", "continuous_h200.json", 90),
 ]  # fmt: skip
 # In processes of their own: on the second GPU, and on both.
-SPECULATIVE = Command("python experiments/bench_speculative.py", "dflash_h200.json", 120, plot="dflash_h200.png")
+SPECULATIVE = Command("python experiments/bench_speculative.py", "dflash_h200.json", 150, plot="dflash_h200.png")
 SHARED = Command("python experiments/bench_tp.py --tp 2 --batches 1 32 256 --new 512 --runs 1 --cycles 200",
                  "tp_h200.json", 150, plot="tp_h200.png")  # fmt: skip
 COMMANDS = [BUILD, *UNTIMED, *ON_CPU, *TIMED, SPECULATIVE, SHARED]

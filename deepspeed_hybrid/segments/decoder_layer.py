@@ -53,6 +53,8 @@ ATTENTION_FACTS = {
 
 
 # Of all rows, from where on it is faster to read states, write them at every 16th token, and keep tokens until then.
+# On an H200 a layer of 32 heads of [128, 128] takes 21.2 us so and 21.0 in one launch at 16 rows, 28.9 and 30.9 at 24,
+# 59 and 77 at 64, 213 and 333 at 256.
 MANY_HEADS = 24 * 32
 
 

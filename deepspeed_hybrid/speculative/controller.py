@@ -161,6 +161,10 @@ class PayingBlock:
         """Tokens a second of a row."""
         return self.expected(tokens) / self.seconds[lanes, tokens]
 
+    def settled(self, lanes: int) -> int | None:
+        """The length that pays most as far as is known; None before all were tried."""
+        return self._length.get(lanes)
+
     def _next(self, lanes: int) -> int:
         untried = [length for length in self.lengths if (lanes, length) not in self.seconds]
         if untried:

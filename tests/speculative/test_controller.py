@@ -93,6 +93,7 @@ def test_a_small_gain_is_no_reason_to_change():
     assert machine.run(PERIOD)[0] == 8
     machine.controller.seconds[4, 16] = 3.6
     assert machine.run(PERIOD)[0] == 16
+    assert machine.controller.settled(4) == 16 and machine.controller.settled(3) is None
 
 
 def test_numbers_of_lanes_are_apart():
