@@ -335,11 +335,11 @@ class HybridEngineRollout(RolloutEngine):
     def memory_report(self) -> dict:
         """Bytes that generation holds between calls, by kind, each counted once, and ``state_dtype``.
 
-        ``kv_keys``, ``kv_values``, ``gdn_conv`` and ``gdn_state`` are the cache, ``decode_state`` the rows' state and
-        answers, ``prompt_buffers`` and ``prompt_logits`` the ends of captured prompt forwards, ``graph_pool`` what
-        else the pools of captured graphs have reserved, ``inboxes`` (on CUDA) what ranks write sums into,
-        ``masks`` a mask that is kept, ``packed_weights`` copies of weights; with a draft model also ``draft_keys``,
-        ``draft_values``, ``draft_weights`` of the copy that serves, and an MTP head's ``draft_hidden``.
+        ``kv_keys``, ``kv_values``, ``gdn_conv``, ``gdn_state`` and, for many rows on CUDA, ``gdn_keys``,
+        ``gdn_deltas`` and ``gdn_decays`` are the cache, ``decode_state`` the rows' state and answers,
+        ``prompt_buffers`` and ``prompt_logits`` the ends of captured prompt forwards, ``graph_pool`` what else graphs
+        have reserved, ``inboxes`` (on CUDA) what ranks write sums into, ``masks`` a mask, ``packed_weights`` copies
+        of weights; ``draft_keys``, ``draft_values``, ``draft_weights`` and ``draft_hidden`` are a draft's.
         """
         mask, arena = self._paths.call.kept_mask, self._arena
         others = {"masks": 0 if mask is None else mask.nbytes, "packed_weights": self._injection.packed_bytes}

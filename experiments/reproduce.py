@@ -91,7 +91,7 @@ TIMED = [
 ]  # fmt: skip
 # In processes of their own: on the second GPU, and on both.
 SPECULATIVE = Command("python experiments/bench_speculative.py", "dflash_h200.json", 150, plot="dflash_h200.png")
-SHARED = Command("python experiments/bench_tp.py --tp 2 --batches 1 32 256 --new 512 --runs 1 --cycles 200",
+SHARED = Command("python experiments/bench_tp.py --tp 2 1 --batches 1 32 256 --runs 1 --cycles 200 --timeout 220",
                  "tp_h200.json", 150, plot="tp_h200.png")  # fmt: skip
 COMMANDS = [BUILD, *UNTIMED, *ON_CPU, *TIMED, SPECULATIVE, SHARED]
 

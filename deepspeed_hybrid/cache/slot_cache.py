@@ -70,7 +70,7 @@ class SlotCache(Cache):
             yield from layer.tensors().values()
 
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes of kv_keys, kv_values, gdn_conv and gdn_state buffers and companions', scratch slot included."""
+        """Bytes of the layers' and companions' buffers by kind, scratch slot included."""
         totals = dict.fromkeys(("kv_keys", "kv_values", "gdn_conv", "gdn_state"), 0)
         for layer in (*self.layers, *self.companions):
             for kind, buffer in layer.tensors().items():

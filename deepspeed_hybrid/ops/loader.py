@@ -34,6 +34,7 @@ TRITON_OPS = (
     "gdn_conv",
     "gated_norm",
     "gdn_decode",
+    "gdn_deferred",
     "gdn_block",
     "gdn_commit",
     "attention_decode",
