@@ -11,8 +11,9 @@ With S the state, g the decays, k and d the kept tokens' keys and what was writt
 
     k_t S' = (g ... g_t) k_t S + sum over kept i of (g_{i+1} ... g_t) (k_t k_i) d_i
 
-and the same with its query. At large batches the states are most of what a step reads and writes, and this is nearly
-half of it.
+and the same with its query, whose products with keys are rounded to the heads' dtype, as the training forward rounds
+them within a chunk. At large batches the states are most of what a step reads and writes, and this is nearly half of
+it.
 """
 
 import torch
@@ -20,6 +21,7 @@ import torch
 from deepspeed_hybrid.ops.gdn_block import checked_block
 from deepspeed_hybrid.ops.gdn_decode import GdnSizes, check_tensors, gated_core
 from deepspeed_hybrid.ops.inference import refuse_recording
+from deepspeed_hybrid.ops.rounding import rounded
 
 KEPT = 16  # tokens of a row, at most, of which the last is written into the state at once
 
@@ -47,20 +49,32 @@ def gdn_deferred_reference(
     sizes = checked_deferred(projected, heads, gates, window, state, *kept, norm_weight, *places, key_heads)
     lanes = counts.numel()
     live, number = counts > 0, position % KEPT
-    memory = state[:lanes].float()
-    for index in range(KEPT - 1):
-        is_kept = live & (index < number) & (index >= number - (answered - 1))
-        key = keys[:lanes, :, index].float().repeat_interleave(sizes.group, dim=1)
-        added = memory * decays[:lanes, :, index, None, None] + key[..., None] * deltas[:lanes, :, index, None]
-        memory = torch.where(is_kept[:, None, None, None], added, memory)
-
     query, key, value = heads.float().split([sizes.keys, sizes.keys, sizes.values], dim=-1)
     query, key = (part.unflatten(-1, (key_heads, -1)).repeat_interleave(sizes.group, dim=1) for part in (query, key))
     beta, decay = gates.unbind(1)
+
+    # What is left of the state, and of each kept token what it adds to what is read.
+    memory = state[:lanes].float()
+    of_tokens, left = torch.zeros_like(deltas[:lanes, :, 0]), decay
+    for index in reversed(range(KEPT - 1)):
+        is_kept = (live & (index < number) & (index >= number - (answered - 1)))[:, None]
+        old = keys[:lanes, :, index].float().repeat_interleave(sizes.group, dim=1)
+        shared = rounded((old * query).sum(-1) * left, heads.dtype)
+        added = shared[..., None] * deltas[:lanes, :, index]
+        of_tokens = torch.where(is_kept[..., None], of_tokens + added, of_tokens)
+        left = torch.where(is_kept, left * decays[:lanes, :, index], left)
+    of_state = (memory * query[..., None]).sum(-2) * left[..., None]
+    for index in range(KEPT - 1):
+        is_kept = live & (index < number) & (index >= number - (answered - 1))
+        old = keys[:lanes, :, index].float().repeat_interleave(sizes.group, dim=1)
+        after = memory * decays[:lanes, :, index, None, None] + old[..., None] * deltas[:lanes, :, index, None]
+        memory = torch.where(is_kept[:, None, None, None], after, memory)
+
     memory = memory * decay[..., None, None]
     delta = (value.unflatten(-1, (sizes.value_heads, -1)) - (memory * key[..., None]).sum(-2)) * beta[..., None]
     memory = memory + key[..., None] * delta[..., None, :]
-    core = (memory * query[..., None]).sum(-2) * sizes.key_dim**-0.5
+    own = rounded((key * query).sum(-1), heads.dtype)[..., None] * delta
+    core = (of_state + of_tokens + own) * sizes.key_dim**-0.5
 
     of_heads = heads[:, sizes.keys : 2 * sizes.keys].unflatten(-1, (key_heads, -1))
     for ring, new in ((keys, of_heads), (deltas, delta), (decays, decay)):

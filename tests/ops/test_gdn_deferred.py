@@ -8,10 +8,10 @@ import pytest
 import torch
 from decode_cases import same_bits
 from gdn_block_cases import step_by_step
-from gdn_decode_cases import SHAPES, Shape, interpreted
+from gdn_decode_cases import REAL, SHAPES, Shape, interpreted
 from gdn_deferred_cases import deferred_block, one_by_one, settled
 from glue_cases import poisoned_outputs
-from tolerances import assert_close
+from tolerances import assert_close, assert_close_but_for_roundings
 
 from deepspeed_hybrid.ops.gdn_decode import gdn_decode_reference
 from deepspeed_hybrid.ops.gdn_deferred import KEPT, gdn_deferred, gdn_deferred_op
@@ -87,6 +87,26 @@ def test_dtypes(op, dtype, state_dtype):
         out, *_ = step_by_step(gdn_decode_reference, without_rings(wide))
         live = (torch.arange(9)[:, None] < arguments["counts"]).flatten()
         assert_close(one_by_one(gdn_heads, op, arguments)[live], out[live])
+
+
+@both
+def test_heads_of_16_bits(op):
+    """Next to decode steps, whose queries meet a whole state, a rounding more."""
+    arguments = deferred_block(SMALL, [18, 5], 18, rounded=True, dtype=torch.float16, weights=torch.float16)
+    out, *_ = step_by_step(gdn_decode_reference, without_rings(arguments))
+    live = (torch.arange(18)[:, None] < arguments["counts"]).flatten()
+    assert_close_but_for_roundings(one_by_one(gdn_heads, op, arguments)[live], out[live])
+
+
+@pytest.mark.interpreter
+@interpreted
+def test_products_of_queries_and_keys_are_rounded():
+    """Without that, a fifth of the outputs that several tokens have made are not those of the op."""
+    of_op, of_kernel = (deferred_block(REAL, [15], 15, rounded=True, dtype=torch.float16) for _ in range(2))
+    for arguments in (of_op, of_kernel):
+        arguments["position"] = torch.tensor([32])
+    expected, mine = one_by_one(gdn_heads, gdn_deferred, of_op), one_by_one(gdn_heads, kernel, of_kernel)
+    assert float((mine == expected).float().mean()) > 0.95
 
 
 @both

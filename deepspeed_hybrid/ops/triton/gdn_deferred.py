@@ -10,6 +10,7 @@ import triton.language as tl
 from deepspeed_hybrid.ops.gdn_deferred import KEPT, checked_deferred
 from deepspeed_hybrid.ops.triton import gated_norm
 from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
+from deepspeed_hybrid.ops.triton.rounding import rounded
 
 COLUMNS, WARPS = 32, 1  # of a head's state for a program, and its warps: none ever waits for another
 
@@ -83,7 +84,7 @@ def gdn_deferred_kernel(
 
     here = heads + row * CHANNELS
     k = tl.load(here + KEYS + key_head * KEY_DIM + within, mask=key_mask, other=0.0)
-    q = tl.load(here + key_head * KEY_DIM + within, mask=key_mask, other=0.0).to(tl.float32) * (KEY_DIM**-0.5)
+    q = tl.load(here + key_head * KEY_DIM + within, mask=key_mask, other=0.0).to(tl.float32)
     v = tl.load(here + 2 * KEYS + head * VALUE_DIM + column, mask=value_mask, other=0.0).to(tl.float32)
     gates += row * (2 * VALUE_HEADS) + head
     beta, decay = tl.load(gates), tl.load(gates + VALUE_HEADS)
@@ -94,10 +95,11 @@ def gdn_deferred_kernel(
     known, read = tl.sum(memory * k.to(tl.float32)[:, None], axis=0), tl.sum(memory * q[:, None], axis=0)
     kept = kept.to(tl.float32)
     with_key = tl.sum(kept * k.to(tl.float32)[None, :], axis=1) * of_token
-    with_query = tl.sum(kept * q[None, :], axis=1) * of_token
+    with_query = rounded(tl.sum(kept * q[None, :], axis=1) * of_token, keys.dtype.element_ty)
+    own = rounded(tl.sum(k.to(tl.float32) * q), keys.dtype.element_ty)
     known = known * of_state + tl.sum(with_key[:, None] * added, axis=0)
     delta = (v - known) * beta
-    read = read * of_state + tl.sum(with_query[:, None] * added, axis=0) + tl.sum(k.to(tl.float32) * q) * delta
+    read = (read * of_state + tl.sum(with_query[:, None] * added, axis=0) + own * delta) * (KEY_DIM**-0.5)
     tl.store(core + row * VALUES + head * VALUE_DIM + column, read.to(core.dtype.element_ty), mask=value_mask)
 
     if now == KEPT - 1:
