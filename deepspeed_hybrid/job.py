@@ -123,7 +123,8 @@ def fitting_slots(
     Raises:
         ValueError: more than fits was asked for, or nothing fits.
     """
-    if not arena.needed(slots, tokens, plan.kind):
+    fast = asked == AUTO
+    if not arena.needed(slots, tokens, plan.kind, fast):
         return slots, True
     free = arena.free()
     if free is None:
@@ -134,10 +135,10 @@ def fitting_slots(
         """Bytes to be made, with those of a prompt that some of its samples wait for."""
         waits = keeps and shared_prefill and plan.samples > 1 and count < rows
         kept = arena.slot_bytes(tokens) if waits else 0
-        return arena.needed(count, tokens, plan.kind) + others + kept
+        return arena.needed(count, tokens, plan.kind, fast) + others + kept
 
     def fits(count: int, share: float, keeps: bool = True) -> bool:
-        return not arena.needed(count, tokens, plan.kind) or wanted(count, keeps) <= share * free
+        return not arena.needed(count, tokens, plan.kind, fast) or wanted(count, keeps) <= share * free
 
     if fits(slots, AUTO_SHARE if asked == AUTO else 1.0):
         return slots, True

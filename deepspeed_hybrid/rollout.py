@@ -80,7 +80,7 @@ class HybridEngineRollout(RolloutEngine):
             self._speculation,
             self._paths.peers.least,
             self._injection.sums,
-            self._injection.many_heads,
+            lambda: self._injection.many_rows,
         )
         self._look()
         self._changes = 0  # how often the model was found changed
@@ -312,8 +312,8 @@ class HybridEngineRollout(RolloutEngine):
         if self._seen is None or not self._seen.is_same():
             self._seen = None  # until all that follows has come to its end
             self._paths.check_model(self.engine)
-            self._changes += 1
-            self._unfit = True
+            self._changes, self._unfit = self._changes + 1, True
+            self._arena.settle()  # layers may go another way from here on
             self._injection.replan()
             self._injection.follow()
             self._look()  # again: parameters may have been moved next to one another

@@ -39,6 +39,7 @@ public:
                 "fence.mbarrier_init.release.cluster;" ::"r"(arrived_)
                 : "memory");
         }
+        __syncwarp();
         asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     }
 
@@ -97,19 +98,18 @@ public:
         });
     }
 
-    // By all threads: until the sums of this block's rows are there.
+    // By all threads, but for those with nothing to wait for: until the sums of this block's rows
+    // are there.
     __device__ __forceinline__ void meet() const
     {
         if (split_ == 1) return __syncthreads();
-        if (threadIdx.x / kWarp == kWarps) {  // who has not put anything
-            asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-        }
+        static_assert(S::kRows / 2 <= kWarps * 2, "the fifth warp, which puts nothing, is done");
         uint32_t there = 0;
         while (!there) {
             asm volatile(
                 "{\n"
                 ".reg .pred p;\n"
-                "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;\n"
+                "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n"
                 "selp.u32 %0, 1, 0, p;\n"
                 "}"
                 : "=r"(there)

@@ -10,7 +10,9 @@ import torch
 
 from deepspeed_hybrid.compat import LinearAttentionLayer, StaticLayer
 from deepspeed_hybrid.ops.gdn_decode import ring_order, window_order
-from deepspeed_hybrid.ops.gdn_deferred import KEPT
+from deepspeed_hybrid.ops.gdn_deferred import KEPT, settled
+
+DEFERRED = "gdn_keys", "gdn_deltas", "gdn_decays"  # kinds of buffers of tokens beside the states
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,7 @@ class SlotGdnLayer(LinearAttentionLayer):
         self.window: torch.Tensor | None = None
         self.state: torch.Tensor | None = None
         self.deferred: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self.lagging = False  # whether steps of this call have left tokens there
 
     def ensure(
         self, projected: torch.Tensor, kernel_size: int, state_shape: tuple[int, int, int], key_heads: int
@@ -232,8 +235,16 @@ class SlotGdnLayer(LinearAttentionLayer):
         elif state.data_ptr() != self.state.data_ptr():  # else it was updated in place
             self.state[: plan.lanes].copy_(state)
 
+    def settle(self, position: torch.Tensor, answered: torch.Tensor, live: torch.Tensor) -> None:
+        """Take the tokens beside the states into them; as of the cache."""
+        if self.lagging and self.deferred is not None:
+            lanes = len(position)
+            state, (keys, deltas, decays) = self.state[:lanes], (part[:lanes] for part in self.deferred)
+            state.copy_(settled(state, keys, deltas, decays, position, answered, live))
+        self.lagging = False
+
     def tensors(self) -> dict[str, torch.Tensor]:
         if self.window is None:
             return {}
-        kinds = "gdn_conv", "gdn_state", "gdn_keys", "gdn_deltas", "gdn_decays"
-        return dict(zip(kinds, (self.window, self.state, *(self.deferred or ())), strict=False))
+        kept = dict(zip(DEFERRED, self.deferred or (), strict=False))
+        return {"gdn_conv": self.window, "gdn_state": self.state, **kept}

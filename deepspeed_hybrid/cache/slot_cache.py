@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from deepspeed_hybrid.cache.layers import PlanHolder, SlotGdnLayer, SlotKVLayer, StepPlan
+from deepspeed_hybrid.cache.layers import DEFERRED, PlanHolder, SlotGdnLayer, SlotKVLayer, StepPlan
 from deepspeed_hybrid.compat import Cache
 
 FORK_BYTES = 2**28  # of slots on their way to others: most slots may be copied at once, and memory be full
@@ -58,16 +58,35 @@ class SlotCache(Cache):
         finally:
             self.holder.end()
 
-    def fork(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy whole slots on the device, ``sources[i]`` to ``targets[i]`` (both [N] int64, no slot in both)."""
-        for buffer in self.buffers():
+    def defer(self, deferring: bool) -> None:
+        """At the beginning of a call: whether its decode steps may leave tokens beside recurrent states."""
+        self.holder.deferring = deferring
+        for layer in self.layers:
+            if isinstance(layer, SlotGdnLayer):
+                layer.lagging = False
+
+    def settle(self, position: torch.Tensor, answered: torch.Tensor, live: torch.Tensor) -> None:
+        """Take the tokens beside the states of lanes 0..B-1 into them, where rows will go on at ``position`` with so
+        many tokens answered (all [B]); from here on none is left there."""
+        for layer in self.layers:
+            if isinstance(layer, SlotGdnLayer):
+                layer.settle(position, answered, live)
+        self.holder.deferring = False
+
+    def fork(self, sources: torch.Tensor, targets: torch.Tensor, deferred: bool = False) -> None:
+        """Copy whole slots on the device, ``sources[i]`` to ``targets[i]`` (both [N] int64, no slot in both).
+
+        Args:
+            deferred: with tokens beside recurrent states, of which there are none behind a prompt.
+        """
+        for buffer in self.buffers(deferred):
             count = max(1, FORK_BYTES // buffer[0].nbytes)
             for some, others in zip(sources.split(count), targets.split(count), strict=True):
                 buffer.index_copy_(0, others, buffer.index_select(0, some))
 
-    def buffers(self) -> Iterator[torch.Tensor]:
+    def buffers(self, deferred: bool = True) -> Iterator[torch.Tensor]:
         for layer in (*self.layers, *self.companions):
-            yield from layer.tensors().values()
+            yield from (buffer for kind, buffer in layer.tensors().items() if deferred or kind not in DEFERRED)
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Bytes of the layers' and companions' buffers by kind, scratch slot included."""

@@ -27,6 +27,7 @@ from deepspeed_hybrid.ops.truncate_scores import truncate_scores
 SMALL_SLOT_BUCKETS = (1, 2, 4, 8)
 SLOT_STEP, LENGTH_STEP = 8, 64
 PLAIN = SamplingKind()
+DEFERRED_SHARE = 0.9  # of what is free, at most, with room for tokens beside recurrent states
 MOST_GROWTH = 2  # room for two different calls may be this many times that for the larger
 
 
@@ -86,7 +87,8 @@ class Arena:
         prompts: prompt forwards of fixed shapes, or None to prefill in exact shapes, eagerly.
         least: the smallest number of those that ranks pass which share the model: they make room alike.
         sums: over those ranks; what it keeps goes with the graphs, which write to it.
-        many_heads: of all rows, from where on plain steps may leave tokens beside recurrent states; None: never.
+        many_rows: from how many rows on plain steps may leave tokens beside recurrent states, None for never; asked at
+            every call.
     """
 
     def __init__(
@@ -102,13 +104,13 @@ class Arena:
         speculation: StepMaker | None = None,
         least: Callable[[int], int] = int,
         sums: SharedSum | None = None,
-        many_heads: int | None = None,
+        many_rows: Callable[[], int | None] = lambda: None,
     ):
         self.model, self.device, self.state_dtype = model, device, state_dtype
         self.graphs, self.masked = graphs, masked
         self.choose, self.truncate = choose, truncate
         self.prompts, self.speculation, self.sums = prompts, speculation, sums
-        self.device_free, self.least, self.many_heads = partial(free_bytes, device), least, many_heads
+        self.device_free, self.least, self.many_rows = partial(free_bytes, device), least, many_rows
         self.lanes = self.kv_length = 0
         self.scratch = 0  # the most bytes of a step's logits, and of what becomes of them, so far
         self.cache: SlotCache | None = None
@@ -123,9 +125,11 @@ class Arena:
             slots, capacity = self._grown() if self.cache and not holds else (self.lanes, self.kv_length)
             if self._beyond(self._bytes(slots, capacity, kind)):
                 slots, capacity = self.lanes, self.kv_length  # room for this call alone
+            defers = self._defers(slots)
+            if defers and self._beyond(round(self._bytes(slots, capacity, kind, defers) / DEFERRED_SHARE)):
+                defers = False
             self.release()
-            kinds, defers = layer_kinds(self.model.model), self._defers(slots)
-            self.cache = SlotCache(kinds, slots, capacity, self.state_dtype, defers)
+            self.cache = SlotCache(layer_kinds(self.model.model), slots, capacity, self.state_dtype, defers)
             self.state = DecodeState.empty(slots, capacity, self.device)
             if self.speculation is not None:
                 self.speculation.attach(self.cache)
@@ -133,14 +137,18 @@ class Arena:
         if not self.masked():
             self.kv_length = self.cache.capacity  # costs nothing, and one captured step serves every length
 
-    def needed(self, rows: int, tokens: int, kind: SamplingKind = PLAIN) -> int:
-        """Bytes of all buffers in a call that ``reserve()`` has not seen yet; 0 where all of them are there."""
+    def needed(self, rows: int, tokens: int, kind: SamplingKind = PLAIN, fast: bool = False) -> int:
+        """Bytes of all buffers in a call that ``reserve()`` has not seen yet; 0 where all of them are there.
+
+        Args:
+            fast: with what only makes steps of many rows faster.
+        """
         lanes, kv_length = slot_bucket(rows), length_bucket(tokens)
         holds = self._holds(lanes, kv_length)
         missing = self._missing(lanes, kind) if holds else 0
         if holds and not missing:
             return 0
-        alone = self._bytes(lanes, kv_length, kind)
+        alone = self._bytes(lanes, kv_length, kind, fast and self._defers(lanes))
         return min(alone, self._present() + missing) if holds else alone
 
     def _holds(self, lanes: int, kv_length: int) -> bool:
@@ -170,10 +178,10 @@ class Arena:
         hung = 0 if self.speculation is None else self.speculation.cache_bytes(0, capacity)  # of scratch alone
         return SlotBytes.of(self.model.model, self.state_dtype).total(capacity) + hung
 
-    def _bytes(self, slots: int, capacity: int, kind: SamplingKind) -> int:
+    def _bytes(self, slots: int, capacity: int, kind: SamplingKind, defers: bool = False) -> int:
         slot = SlotBytes.of(self.model.model, self.state_dtype)
         return (
-            cache_bytes(slot, slots, capacity, self._defers(slots))
+            cache_bytes(slot, slots, capacity, defers)
             + (0 if self.speculation is None else self.speculation.cache_bytes(slots, capacity))
             + state_bytes(slots, capacity, self.model.vocab_size, kind)
             + self._logits_bytes(slots, kind)
@@ -181,8 +189,8 @@ class Arena:
 
     def _defers(self, rows: int) -> bool:
         """Whether steps of so many rows leave tokens beside recurrent states."""
-        heads = SlotBytes.of(self.model.model, self.state_dtype).heads
-        return self.many_heads is not None and self.speculation is None and 0 < self.many_heads <= rows * heads
+        many = self.many_rows()
+        return many is not None and self.speculation is None and rows >= many
 
     def _logits_bytes(self, lanes: int, kind: SamplingKind) -> int:
         sorts = self.truncate is not truncate_scores or self.device.type == "cpu"
@@ -206,14 +214,20 @@ class Arena:
         if plan.kind.penalised:
             self.state.track_seen(self.model.vocab_size)
         # To the end of the call, however few rows are left.
-        self.cache.holder.deferring = self.cache.defers and self._defers(self.lanes)
+        self.cache.defer(self.cache.defers and self._defers(self.lanes))
         return self._step(plan)
+
+    def settle(self) -> None:
+        """Leave nothing beside the states of rows in flight, and put nothing there before the next call."""
+        if self.cache is not None and self.cache.holder.deferring:
+            rows = self.state.lanes(self.lanes)
+            self.cache.settle(rows.position, rows.length, ~rows.parked)
 
     def shrink(self, lanes: int, moves: list[tuple[int, int]], plan: SamplingPlan) -> Callable[[], None]:
         """Move rows from slot to slot and run fewer lanes from now on; one decode step over them."""
         if moves:
             sources, targets = (upload(list(slots), self.device) for slots in zip(*moves, strict=True))
-            self.cache.fork(sources, targets)
+            self.cache.fork(sources, targets, deferred=True)
             self.state.move(sources, targets)
         self.lanes = lanes
         return self._step(plan)

@@ -27,7 +27,6 @@ class SlotBytes:
     fixed: int  # conv windows and recurrent states
     per_token: int  # keys and values
     deferred: int = 0  # tokens beside the states, where there is room for them
-    heads: int = 0  # of a recurrent layer
 
     def total(self, capacity: int) -> int:
         return self.fixed + capacity * self.per_token
@@ -35,7 +34,7 @@ class SlotBytes:
     @classmethod
     def of(cls, model: nn.Module, state_dtype: torch.dtype) -> "SlotBytes":
         """From the modules' sizes, which ZeRO-3 leaves alone."""
-        fixed = per_token = deferred = heads = 0
+        fixed = per_token = deferred = 0
         for layer, kind in zip(text_model(model).layers, layer_kinds(model), strict=True):
             if kind == "linear_attention":
                 mixer = layer.linear_attn
@@ -43,11 +42,10 @@ class SlotBytes:
                 fixed += window + mixer.num_v_heads * mixer.head_k_dim * mixer.head_v_dim * state_dtype.itemsize
                 of_keys = mixer.num_k_heads * mixer.head_k_dim * _itemsize(mixer)
                 deferred += KEPT * (of_keys + mixer.num_v_heads * (mixer.head_v_dim + 1) * FP32_BYTES)
-                heads = max(heads, mixer.num_v_heads)
             else:
                 mixer = layer.self_attn
                 per_token += (_outputs(model, mixer.k_proj) + _outputs(model, mixer.v_proj)) * _itemsize(mixer)
-        return cls(fixed, per_token, deferred, heads)
+        return cls(fixed, per_token, deferred)
 
 
 def _itemsize(module: nn.Module) -> int:

@@ -31,9 +31,9 @@ class KeptPrompt:
         if not self.enabled:
             return
         self.request, self.logits = request, logits.clone()
-        self._slot = [buffer[slot].clone() for buffer in cache.buffers()]
+        self._slot = [buffer[slot].clone() for buffer in cache.buffers(deferred=False)]
 
     def restore(self, cache: SlotCache, slot: int) -> None:
         """Make ``slot`` what it would be behind a prefill of the prompt."""
-        for buffer, kept in zip(cache.buffers(), self._slot, strict=True):
+        for buffer, kept in zip(cache.buffers(deferred=False), self._slot, strict=True):
             buffer.index_copy_(0, upload([slot], buffer.device), kept[None])

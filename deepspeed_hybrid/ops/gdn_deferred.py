@@ -64,11 +64,7 @@ def gdn_deferred_reference(
         of_tokens = torch.where(is_kept[..., None], of_tokens + added, of_tokens)
         left = torch.where(is_kept, left * decays[:lanes, :, index], left)
     of_state = (memory * query[..., None]).sum(-2) * left[..., None]
-    for index in range(KEPT - 1):
-        is_kept = live & (index < number) & (index >= number - (answered - 1))
-        old = keys[:lanes, :, index].float().repeat_interleave(sizes.group, dim=1)
-        after = memory * decays[:lanes, :, index, None, None] + old[..., None] * deltas[:lanes, :, index, None]
-        memory = torch.where(is_kept[:, None, None, None], after, memory)
+    memory = settled(memory, keys[:lanes], deltas[:lanes], decays[:lanes], position, answered, live)
 
     memory = memory * decay[..., None, None]
     delta = (value.unflatten(-1, (sizes.value_heads, -1)) - (memory * key[..., None]).sum(-2)) * beta[..., None]
@@ -84,6 +80,27 @@ def gdn_deferred_reference(
     full = live & (number == KEPT - 1)
     state[:lanes] = torch.where(full[:, None, None, None], memory.to(state.dtype), state[:lanes])
     return gated_core(core, projected, norm_weight, eps, sizes).masked_fill(~live[:, None], 0.0)
+
+
+def settled(
+    state: torch.Tensor,
+    keys: torch.Tensor,
+    deltas: torch.Tensor,
+    decays: torch.Tensor,
+    position: torch.Tensor,
+    answered: torch.Tensor,
+    live: torch.Tensor,
+) -> torch.Tensor:
+    """[B, HV, DK, DV] fp32: the states of B rows with the tokens that are kept beside them, before the token at
+    ``position``; those of rows that are not ``live`` [B] as they are. Arguments as of :func:`gdn_deferred`, by row."""
+    memory, number = state.float(), position % KEPT
+    group = state.shape[1] // keys.shape[1]
+    for index in range(KEPT - 1):
+        is_kept = live & (index < number) & (index >= number - (answered - 1))
+        key = keys[:, :, index].float().repeat_interleave(group, dim=1)
+        after = memory * decays[:, :, index, None, None] + key[..., None] * deltas[:, :, index, None]
+        memory = torch.where(is_kept[:, None, None, None], after, memory)
+    return memory
 
 
 def _put(ring: torch.Tensor, new: torch.Tensor, number: torch.Tensor, live: torch.Tensor, dim: int) -> None:
@@ -145,9 +162,8 @@ def gdn_deferred(
 ) -> torch.Tensor:
     """One token of every row, like :func:`deepspeed_hybrid.ops.gdn_decode.gdn_decode`, with states written late.
 
-    On CUDA these are two launches without a host sync. State and kept tokens may be read ahead of the end of the
-    kernel before, and must not be of that kernel's making. On a CPU it is :func:`gdn_deferred_reference`. There is no
-    gradient.
+    On CUDA these are two launches without a host sync. The state may be read ahead of the end of the kernel before,
+    and must not be of that kernel's making. On a CPU it is :func:`gdn_deferred_reference`. There is no gradient.
 
     Args:
         projected: [B, N], as of gdn_decode; here for z, and for what enters the window.
@@ -160,7 +176,7 @@ def gdn_deferred(
         position: [B] int64, the token's place in its sequence.
         answered: [B] int64, tokens that the row has had of decode steps like this, with the present one: as many of
             those in place beyond the state, at most those since a multiple of 16.
-        counts: [B] int64, 1, or 0 for a row that is none: nothing of it is read, and its bits stay.
+        counts: [B] int64, 1, or 0 for a row that is none: whatever it holds does not matter, and its bits stay.
 
     Returns:
         [B, HV * DV] in projected's dtype, contiguous; zeros for rows that are none.

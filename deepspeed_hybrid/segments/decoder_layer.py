@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 # DeepSpeed Team
-"""A decoder layer's decode step as five or six launches: every segment between two collectives is one chain of ops.
+"""A decoder layer's decode step as five to seven launches: every segment between two collectives is one chain of ops.
 Where ranks share a layer, a sum over them follows each of its two output products.
 
 mixer: norm and input product, the mixer's own kernel, output product and residual
@@ -299,7 +299,7 @@ def gdn_decode_step(
     last = norm.weight, getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     block = plan.block
     if block is None and cache.holder.deferring and ops.gdn_deferred is not None:
-        counts = cache.holder.once("counts", lambda: (~plan.parked).long())
+        counts, slots.lagging = cache.holder.once("counts", lambda: (~plan.parked).long()), True
         made = ops.gdn_heads(projected, *conv, plan.before, counts, heads, module.head_k_dim)
         kept = slots.window, slots.state, *slots.deferred
         return ops.gdn_deferred(projected, *made, *kept, *last, plan.before, plan.answered, counts, heads)

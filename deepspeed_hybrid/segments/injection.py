@@ -102,10 +102,17 @@ class Injection:
         return self.chain.shared_sum if isinstance(self.chain, DecodeOps) else None
 
     @property
-    def many_heads(self) -> int | None:
-        """Of all rows, from where on recurrent layers' decode steps may write their states late; None: never."""
-        defers = isinstance(self.chain, DecodeOps) and self.chain.gdn_deferred is not None
-        return MANY_HEADS if defers and None in self.unchained.values() else None
+    def many_rows(self) -> int | None:
+        """From how many rows on decode steps of recurrent layers may write their states late; None: never."""
+        if not isinstance(self.chain, DecodeOps) or self.chain.gdn_deferred is None:
+            return None
+        chained = [part for part in self._chosen if part.kind == GDN and self.unchained[part.layer] is None]
+        runs = [self.fused.get(part.path) for part in chained]
+        heads = [
+            (own if isinstance(own, HeadParallelGdn) else part.module).num_v_heads
+            for part, own in zip(chained, runs, strict=True)
+        ]
+        return -(-MANY_HEADS // max(heads)) if heads else None
 
     @property
     def _chosen(self) -> list[Segment]:

@@ -130,16 +130,83 @@ def test_samples_share_a_prompt_where_states_are_written_late():
     request = RolloutRequest(*ragged_prompts([3, 21]))
     sampling = SamplingConfig(max_new_tokens=37, temperature=1.0, seed=3, n_samples_per_prompt=3)
     expected = rollout_of(model).generate(request, sampling)
-    batch = deferring(rollout_of(model), 2).generate(request, sampling)
+    rollout, seen = deferring(rollout_of(model), 2), Counter()
+    watch_chain(rollout, lambda name, args: seen.update([name]))
+    batch = rollout.generate(request, sampling)
+    assert seen["gdn_deferred"] and not seen["gdn"]
     assert all(same_bits(one, other) for one, other in zip(batch.input_ids, expected.input_ids, strict=True))
+
+
+@pytest.mark.parametrize("many", [2, 3])
+def test_each_call_goes_by_its_own_rows(many):
+    """A small call over a large cache writes states at once, and a captured step is of one kind."""
+    model = tiny_model()
+    decay_slowly(model)
+    rollout, seen = deferring(rollout_of(model), many), Counter()
+    watch_chain(rollout, lambda name, args: seen.update([name]))
+    large, small = ragged_prompts([3, 21, 5]), ragged_prompts([18])
+    wanted = [greedy(rollout_of(model), prompts, 20) for prompts in (large, small)]
+    for prompts, expected, late in [(large, wanted[0], True), (small, wanted[1], False)] * 2:
+        seen.clear()
+        batch = greedy(rollout, prompts, 20)
+        assert all(same_bits(one, other) for one, other in zip(batch.input_ids, expected.input_ids, strict=True))
+        assert bool(seen["gdn_deferred"]) == late and bool(seen["gdn"]) != late
+
+
+@pytest.mark.parametrize("change", ["leaves", "joins"])
+def test_a_layer_whose_way_changes_while_rows_are_in_flight(change):
+    """What it has left beside its states is taken into them, and what it never left there is not."""
+    model, limits = tiny_model(), [9, 40, 40, 38]
+    decay_slowly(model)
+    mixer = layer_of(model, 0).linear_attn
+    sampling = SamplingConfig(max_new_tokens=40, max_new_tokens_per_row=limits, temperature=0.0)
+    request = RolloutRequest(*ragged_prompts([3, 21, 5, 16]))
+    expected = rollout_of(model).generate(request, sampling)
+    hook = mixer.register_forward_hook(lambda module, args, output: output) if change == "joins" else None
+    rollout, seen = deferring(rollout_of(model), 2), Counter()
+    watch_chain(rollout, lambda name, args: seen.update([name]))
+    for count, row in enumerate(rollout.generate_iter(request, sampling)):
+        answer = expected.input_ids[row.index][expected.input_ids.shape[1] - 40 :][: len(row.tokens)]
+        assert row.tokens.tolist() == answer.tolist(), row.index
+        if count == 0:
+            assert seen["gdn_deferred"]
+            seen.clear()
+            if hook is None:
+                mixer.register_forward_hook(lambda module, args, output: output)
+            else:
+                hook.remove()
+    assert not seen["gdn_deferred"] and seen["gdn"]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_states_are_written_at_once_where_memory_is_short(late):
+    """Room beside the states only makes steps faster: without it the call still fits."""
+    model, prompts = tiny_model(), ragged_prompts([3, 21, 5])
+    rollout = deferring(rollout_of(model), 2)
+    arena = rollout._arena
+    lean, fast = (arena.needed(3, 41, fast=fast) for fast in (False, True))
+    assert lean < fast
+    arena.free = lambda: 2 * fast if late else lean + 4096  # and the answers
+    batch = greedy(rollout, prompts, 20)
+    expected = greedy(rollout_of(model), prompts, 20)
+    assert all(same_bits(one, other) for one, other in zip(batch.input_ids, expected.input_ids, strict=True))
+    assert ("gdn_deltas" in rollout.memory_report()) == late
+
+
+def test_only_chained_recurrent_layers_ask_for_room():
+    assert deferring(rollout_of(tiny_model()), 2)._injection.many_rows is not None
+    assert deferring(rollout_of(tiny_model("qwen3")), 2)._injection.many_rows is None
+    model = tiny_model()
+    for layer in text_model(model).layers:
+        layer.register_forward_hook(lambda module, args, output: output)
+    assert deferring(rollout_of(model), 2)._injection.many_rows is None
 
 
 def deferring(rollout, many: int):
     """Let states be written late from so many rows on."""
     rollout._injection.chain = replace(rollout._injection.chain, gdn_deferred=gdn_deferred)
     rollout._injection.follow()
-    mixer = next(layer.linear_attn for layer in text_model(rollout._module).layers if hasattr(layer, "linear_attn"))
-    rollout._arena.many_heads = many * mixer.num_v_heads
+    rollout._arena.many_rows = lambda: many
     return rollout
 
 
