@@ -7,6 +7,8 @@ Starts its own ranks, one a GPU over NCCL, or on a CPU over gloo. They share the
 trainer has it; for one rank every process answers with a whole model. A row is written as soon as it is measured:
 
 - whether 128 greedy tokens of a small fp32 model are the same for one rank and for several.
+- whether as many of a small bf16 model are those of an fp32 oracle wherever that is sure, and how far their logprobs
+  are from its own, next to transformers' bf16 forward over the same tokens.
 - ``--cycles``: as many times generation, an optimizer step and a sync, after which all ranks must have had the same
   tokens, and no more memory or captures than after the first few.
 - tokens/s end to end, ms a decode step, and what share of the time is the least that the memories of all cards need.
@@ -18,6 +20,7 @@ A batch is timed only where two equal calls, and all ranks, give the same tokens
 """
 
 import argparse
+import copy
 import os
 import socket
 import statistics
@@ -40,10 +43,13 @@ from deepspeed_hybrid.tools.breakdown import as_rows, step_breakdown
 from deepspeed_hybrid.tools.device import has_cuda
 from deepspeed_hybrid.tools.models import PRESETS, build_model, decay_slowly, load_config, shrunk
 from deepspeed_hybrid.tools.process import quiet, start_distributed
+from deepspeed_hybrid.tools.torch_scans import torch_scans
 
 # Multicast over NVLink is a state of the switch, which other programs of the host share.
 NCCL_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 FP32_TOKENS = 128
+BF16_ROWS = 32  # so that errors are means of 4,096 tokens
+MOST_ERROR = 1.05  # times transformers'
 WARM_CYCLES = 5
 HEADINGS = {
     "tp": "ranks",
@@ -129,6 +135,48 @@ def check_fp32(model_config: str, ranks: int, new: int, seed: int) -> dict:
     }
 
 
+@torch.no_grad()
+def check_bf16(model_config: str, ranks: int, new: int, seed: int) -> dict:
+    """Greedy tokens and their logprobs of a few layers in bf16 that ranks share, next to an fp32 oracle, which is sure
+    where its two best tokens are further apart than twice the largest error of transformers' bf16 forward there.
+
+    ``fine``: tokens are the oracle's wherever it is sure, at one place at least, and the mean error of logprobs is at
+    most ``MOST_ERROR`` times that of transformers' bf16 forward over the same tokens.
+    """
+    model = build_model(shrunk(load_config(model_config)), seed, torch.bfloat16)
+    decay_slowly(model)
+    oracle, plain = copy.deepcopy(model).float(), copy.deepcopy(model)
+    request = random_request(BF16_ROWS, 16, model, seed)
+    sampling = SamplingConfig(max_new_tokens=new, temperature=0.0, logprobs_mode="raw")
+    with torch.enable_grad(), rollout_over(engine_over(model, ranks)) as rollout:
+        batch = rollout.generate(request, sampling)
+    tokens = batch.input_ids[:, -new:]
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False), torch_scans(oracle):
+        exact = oracle(batch.input_ids).logits[:, -new - 1 : -1]
+    rough = plain(batch.input_ids).logits[:, -new - 1 : -1].float()
+
+    def error(logprobs: torch.Tensor) -> float:
+        return float((logprobs - of_tokens(exact, tokens)).abs().mean())
+
+    ours, theirs = error(batch.logprobs), error(of_tokens(rough, tokens))
+    best = exact.topk(2, dim=-1).values
+    sure = best[..., 0] - best[..., 1] > 2 * (rough - exact).abs().amax(-1)
+    same = (tokens == exact.argmax(-1)) & sure
+    return {
+        "check": f"bf16 tokens that are an fp32 oracle's where it is sure, {ranks} ranks",
+        "of": int(sure.sum()),
+        "equal": int(same.sum()) if all_the_same(batch.input_ids) else 0,
+        "more": f"mean error of logprobs {ours:.5f}, transformers' {theirs:.5f}",
+        "error": ours,
+        "transformers_error": theirs,
+        "fine": bool(sure.any() and same.sum() == sure.sum() and ours <= MOST_ERROR * theirs),
+    }
+
+
+def of_tokens(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+
+
 def noise_like(weight: torch.Tensor, drawn: torch.Generator) -> torch.Tensor:
     return torch.randn(weight.shape, generator=drawn, device=weight.device)
 
@@ -202,11 +250,13 @@ def measure(options: argparse.Namespace) -> int:
     ranks, count = options.tp, torch.distributed.get_world_size()
     report, failed = Report(f"decode on shared layers, {options.preset}", options.out), 0
     for shared in (tp for tp in ranks if tp > 1):
-        checks = [check_fp32(options.preset, shared, options.fp32_tokens, options.seed)]
+        checks = [
+            check(options.preset, shared, options.fp32_tokens, options.seed) for check in (check_fp32, check_bf16)
+        ]
         if options.cycles:
             checks.append(check_cycles(options.preset, shared, options.cycles, options.seed))
         for row in checks:
-            failed |= row["equal"] < row["of"]
+            failed |= row["equal"] < row["of"] or not row.get("fine", True)
             report.add(row)
     bandwidth = read_bandwidth() if has_cuda() else None
     config = load_config(options.preset)
