@@ -278,7 +278,8 @@ class Arena:
         """63 bits of the sizes of the buffers and of what is captured, the same on any rank where those are."""
         runners = (self.graphs, None if self.prompts is None else self.prompts.runner)
         captured = [runner.keys for runner in runners if runner is not None]
-        sizes = None if self.cache is None else (self.cache.slots, self.cache.capacity, self.scratch)
+        cache = self.cache
+        sizes = None if cache is None else (cache.slots, cache.capacity, cache.defers, self.scratch)
         shapes = None if self.sums is None else self.sums.shapes
         return digest_of(repr((sizes, captured, shapes)).encode())
 
