@@ -13,6 +13,7 @@ from deepspeed_hybrid.ops.gdn_decode import ring_order, window_order
 from deepspeed_hybrid.ops.gdn_deferred import KEPT, settled
 
 DEFERRED = "gdn_keys", "gdn_deltas", "gdn_decays"  # kinds of buffers of tokens beside the states
+SETTLE_BYTES = 2**26  # of fp32 states at a time: memory may be full
 
 
 @dataclass(frozen=True)
@@ -238,9 +239,10 @@ class SlotGdnLayer(LinearAttentionLayer):
     def settle(self, position: torch.Tensor, answered: torch.Tensor, live: torch.Tensor) -> None:
         """Take the tokens beside the states into them; as of the cache."""
         if self.lagging and self.deferred is not None:
-            lanes = len(position)
-            state, (keys, deltas, decays) = self.state[:lanes], (part[:lanes] for part in self.deferred)
-            state.copy_(settled(state, keys, deltas, decays, position, answered, live))
+            lanes, count = len(position), max(1, SETTLE_BYTES // (4 * self.state[0].numel()))
+            for rows in (slice(first, min(first + count, lanes)) for first in range(0, lanes, count)):
+                state, (keys, deltas, decays) = self.state[rows], (part[rows] for part in self.deferred)
+                state.copy_(settled(state, keys, deltas, decays, position[rows], answered[rows], live[rows]))
         self.lagging = False
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -219,9 +219,12 @@ class Arena:
 
     def settle(self) -> None:
         """Leave nothing beside the states of rows in flight, and put nothing there before the next call."""
-        if self.cache is not None and self.cache.holder.deferring:
-            rows = self.state.lanes(self.lanes)
-            self.cache.settle(rows.position, rows.length, ~rows.parked)
+        if self.cache is None or not self.cache.holder.deferring:
+            return
+        rows = self.state.lanes(self.lanes)
+        if bool(rows.parked.all()):  # between calls
+            return self.cache.defer(False)
+        self.cache.settle(rows.position, rows.length, ~rows.parked)
 
     def shrink(self, lanes: int, moves: list[tuple[int, int]], plan: SamplingPlan) -> Callable[[], None]:
         """Move rows from slot to slot and run fewer lanes from now on; one decode step over them."""

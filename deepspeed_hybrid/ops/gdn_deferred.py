@@ -74,9 +74,9 @@ def gdn_deferred_reference(
 
     of_heads = heads[:, sizes.keys : 2 * sizes.keys].unflatten(-1, (key_heads, -1))
     for ring, new in ((keys, of_heads), (deltas, delta), (decays, decay)):
-        _put(ring[:lanes], new.to(ring.dtype), number, live, dim=2)
+        _put(ring[:lanes], new.to(ring.dtype), number, live)
     raw = projected[:, : sizes.channels]
-    _put(window[:lanes], raw, position % sizes.conv_kernel, live, dim=2)
+    _put(window[:lanes], raw, position % sizes.conv_kernel, live)
     full = live & (number == KEPT - 1)
     state[:lanes] = torch.where(full[:, None, None, None], memory.to(state.dtype), state[:lanes])
     return gated_core(core, projected, norm_weight, eps, sizes).masked_fill(~live[:, None], 0.0)
@@ -103,10 +103,10 @@ def settled(
     return memory
 
 
-def _put(ring: torch.Tensor, new: torch.Tensor, number: torch.Tensor, live: torch.Tensor, dim: int) -> None:
-    """``new`` [B, ...] into row b's place ``number[b]`` along ``dim`` of ``ring``, of the rows that are live."""
+def _put(ring: torch.Tensor, new: torch.Tensor, number: torch.Tensor, live: torch.Tensor) -> None:
+    """``new`` [B, H, ...] into place ``number[b]`` of row b of ``ring`` [B, H, places, ...], where rows are live."""
     lanes = torch.arange(len(number), device=ring.device)[live]
-    ring.movedim(dim, 1)[lanes, number[live]] = new[live]
+    ring.movedim(2, 1)[lanes, number[live]] = new[live]
 
 
 @torch.library.custom_op(

@@ -26,6 +26,7 @@ from tolerances import assert_close
 from torch import nn
 
 from deepspeed_hybrid import RolloutRequest, SamplingConfig
+from deepspeed_hybrid.cache import layers
 from deepspeed_hybrid.compat import text_model
 from deepspeed_hybrid.generation.arena import slot_bucket
 from deepspeed_hybrid.generation.capacity import SlotBytes, cache_bytes
@@ -154,8 +155,9 @@ def test_each_call_goes_by_its_own_rows(many):
 
 
 @pytest.mark.parametrize("change", ["leaves", "joins"])
-def test_a_layer_whose_way_changes_while_rows_are_in_flight(change):
+def test_a_layer_whose_way_changes_while_rows_are_in_flight(change, monkeypatch):
     """What it has left beside its states is taken into them, and what it never left there is not."""
+    monkeypatch.setattr(layers, "SETTLE_BYTES", 1)  # a row at a time
     model, limits = tiny_model(), [9, 40, 40, 38]
     decay_slowly(model)
     mixer = layer_of(model, 0).linear_attn
