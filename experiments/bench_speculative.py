@@ -49,7 +49,8 @@ PUBLISHED = (5.97, 3.84)  # tokens a step in blocks of LONGEST
 ANSWER, OTHER = 7, 8  # the token that all answers consist of, and a wrong one
 TABLE = 4093  # places at which scripts stop to be right, drawn once
 SKIPPED = 3  # steps before the first that counts
-SETTLING = 600  # tokens in which a controller tries every length, and stays with one
+SETTLING = 600  # tokens of a call in which a controller tries every length, and stays with one
+SETTLING_ROWS = 8  # at least, in calls one after another: a row by itself says little of drafts
 
 
 def draft_config(config) -> DraftConfig:
@@ -96,13 +97,14 @@ class Scripted:
         chance = torch.rand(TABLE, LONGEST - 1, generator=torch.Generator().manual_seed(0))
         right = (chance < rate).long().cumprod(dim=1).bool()
         self.drafts = torch.where(right, ANSWER, OTHER).to(drafter.device)
+        self.start = torch.zeros((), dtype=torch.int64, device=drafter.device)  # another one is another script
 
     def __getattr__(self, name: str):
         return getattr(self.drafter, name)
 
     def propose(self, state, tokens: int, kv_length: int) -> torch.Tensor:
         drafts = self.drafter.propose(state, tokens, kv_length)
-        place = (7 * state.length + 101 * state.sample) % TABLE
+        place = (7 * state.length + 101 * state.sample + self.start) % TABLE
         return drafts.copy_(self.drafts[:, : tokens - 1].index_select(0, place))
 
 
@@ -183,7 +185,11 @@ class Measured:
         """The length on which a controller settles that has seen nothing yet."""
         controller = self.rollout._speculation.controller = PayingBlock(lengths)
         sampling = SamplingConfig(max_new_tokens=SETTLING, temperature=0.0, n_samples_per_prompt=batch)
-        self.rollout.generate(request, sampling)
+        start = self.rollout._speculation.drafter.start
+        for call in range(max(1, SETTLING_ROWS // batch)):
+            start.fill_(977 * call)
+            self.rollout.generate(request, sampling)
+        start.zero_()
         return controller.settled(batch)
 
 

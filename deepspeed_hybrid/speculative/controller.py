@@ -13,7 +13,9 @@ PERIOD = 8  # steps of one length between two looks: a look waits for the device
 PATIENCE = 3  # periods in which something else ran, before the time of one is taken all the same
 PROBE_PERIODS = 16  # periods of one length before the runner-up is tried again, since acceptance and times change
 THOROUGH = 4  # probes to one of the length that was not tried for longest: its time may have been an accident
-KEEP = 0.7  # of what was known, in a running mean
+KEEP = 0.7  # of the time that was known, in a running mean
+MEMORY = 2048  # drafts at a place that are remembered
+PRIOR = 4  # drafts for which it counts that a place is about as good as the one before it
 GAIN = 1.05  # another length must promise this much more
 
 
@@ -70,12 +72,14 @@ class FixedBlock:
 class PayingBlock:
     """The length with the most tokens a second, by measured times of steps and measured acceptance.
 
-    Steps come in periods of one length. At the end of each its time a step, for that many lanes, and the share of
-    right drafts at each place, given those before it, are taken into running means. Each length is tried once, and the
-    best of the others again now and then, rarely any; where plain steps are best, that is speculation switched off.
-    The first step of a length, which compiles kernels and is captured, and periods with something else in them do not
-    count. The host looks at the device's counts, and so waits for it, at the end of a period, and behind the first
-    step of one that did not follow another at once: what was queued before it is not the steps'.
+    Steps come in periods of one length. At the end of each its time a step, for that many lanes, is taken into a
+    running mean, and what was right at each place, given those before it, into counts of the last drafts: a period of
+    one lane has eight at the first place and hardly any at the last, which say little by themselves. Each length is
+    tried once, and the best of the others again now and then, rarely any; where plain steps are best, that is
+    speculation switched off. The first step of a length, which compiles kernels and is captured, and periods with
+    something else in them do not count. The host looks at the device's counts, and so waits for it, at the end of a
+    period, and behind the first step of one that did not follow another at once: what was queued before it is not the
+    steps'.
 
     Times differ from run to run, so lengths do, and with them the last bits of logprobs; tokens do not.
 
@@ -88,7 +92,8 @@ class PayingBlock:
         self.lengths, self.clock = tuple(sorted(lengths)), clock
         self.most_tokens = self.lengths[-1]
         self.seconds: dict[tuple[int, int], float] = {}  # (lanes, length) -> of a step
-        self.rates: list[float | None] = [None] * max(lengths)  # of place i in a block: right, given those before
+        self.drafts = [0.0] * max(lengths)  # seen at place i of a block, where those before it were right
+        self.right = [0.0] * max(lengths)  # of these
         self._length: dict[int, int] = {}  # lanes -> settled on
         self._settled: dict[int, int] = {}  # lanes -> periods since the last probe
         self._tried: dict[tuple[int, int], None] = {}  # of (lanes, length), the latest last
@@ -143,16 +148,17 @@ class PayingBlock:
             self._tried.pop((lanes, tokens), None)
             self._tried[lanes, tokens] = None  # last now
         for place in range(1, tokens):
-            if reached[place - 1]:
-                rate, old = reached[place] / reached[place - 1], self.rates[place]
-                self.rates[place] = rate if old is None else KEEP * old + (1 - KEEP) * rate
+            kept = max(0.0, 1 - reached[place - 1] / MEMORY)
+            self.drafts[place] = kept * self.drafts[place] + reached[place - 1]
+            self.right[place] = kept * self.right[place] + reached[place]
 
     def expected(self, tokens: int) -> float:
         """Tokens of a row out of a block: an unknown place is as good as the one before it."""
         total, chance, rate = 1.0, 1.0, 0.0
         for place in range(1, tokens):
-            known = self.rates[place]
-            rate = rate if known is None else known
+            prior = PRIOR if place > 1 else 0
+            drafts = self.drafts[place] + prior
+            rate = (self.right[place] + prior * rate) / drafts if drafts else 0.0
             chance *= rate
             total += chance
         return total

@@ -10,7 +10,16 @@ from models import ragged_prompts, tiny_model
 from speculative_cases import ScriptedDrafter, figures, script_of, speculative_rollout, tiny_draft
 
 from deepspeed_hybrid import RolloutRequest, SamplingConfig
-from deepspeed_hybrid.speculative.controller import KEEP, PATIENCE, PERIOD, PROBE_PERIODS, FixedBlock, PayingBlock
+from deepspeed_hybrid.speculative.controller import (
+    KEEP,
+    MEMORY,
+    PATIENCE,
+    PERIOD,
+    PRIOR,
+    PROBE_PERIODS,
+    FixedBlock,
+    PayingBlock,
+)
 
 LENGTHS = (1, 4, 8, 16)
 GOOD = [0.95] * 16
@@ -18,9 +27,10 @@ POOR = [0.3] * 16
 
 
 class Machine:
-    """Steps of so many ms by length, whose drafts are right at so many rates."""
+    """Steps of so many ms by length over so many rows, whose drafts are right at so many rates."""
 
-    def __init__(self, times: dict[int, float], rates: list[float], lanes: int = 4):
+    def __init__(self, times: dict[int, float], rates: list[float], lanes: int = 4, rows: int = 256):
+        self.rows = rows
         self.times, self.rates, self.lanes, self.now = times, rates, lanes, 0.0
         self.controller = PayingBlock(LENGTHS, clock=lambda: self.now)
         self.chance = torch.Generator().manual_seed(0)
@@ -39,8 +49,8 @@ class Machine:
         for _ in range(steps):
             tokens = self.controller.tokens(self.lanes)
             self.now += self.times[tokens]
-            right = torch.rand(256, tokens - 1, generator=self.chance) < torch.tensor(self.rates[: tokens - 1])
-            self.reached[tokens][0] += 256
+            right = torch.rand(self.rows, tokens - 1, generator=self.chance) < torch.tensor(self.rates[: tokens - 1])
+            self.reached[tokens][0] += self.rows
             self.reached[tokens][1:] += right.long().cumprod(dim=1).sum(dim=0)
             self.controller.record(self.lanes, tokens, self.reached[tokens])
             self.used.append(tokens)
@@ -154,15 +164,36 @@ def test_a_longer_time_is_believed_slowly_and_a_shorter_one_at_once():
         assert known[4, 16] == pytest.approx(believed)
 
 
-def test_shares_of_right_drafts_are_of_the_last_periods():
+def test_shares_of_right_drafts_are_of_the_last_ones():
     machine = Machine(TABLES["blocks are almost free"], GOOD)
     machine.run(PERIOD * (len(LENGTHS) + 1))
+    assert machine.controller.expected(2) == pytest.approx(1 + GOOD[0], abs=0.03)
     machine.rates = POOR
-    before = machine.controller.rates[1]
+    assert 256 * PERIOD == MEMORY  # what a period sees of the first place is all that is remembered
     assert machine.run(PERIOD) == [16] * PERIOD
-    assert machine.controller.rates[1] == pytest.approx(KEEP * before + (1 - KEEP) * POOR[0], abs=0.03)
-    machine.controller.rates = [None, 0.5, *[None] * 14]  # a place that was never reached is as good as that before it
-    assert machine.controller.expected(4) == 1 + 0.5 + 0.25 + 0.125
+    assert machine.controller.expected(2) == pytest.approx(1 + POOR[0], abs=0.03)
+
+
+def test_a_place_is_as_good_as_the_one_before_until_more_is_known():
+    controller = PayingBlock(LENGTHS)
+    assert controller.expected(4) == 1.0
+    controller.drafts[1], controller.right[1] = 100.0, 50.0
+    assert controller.expected(4) == pytest.approx(1 + 0.5 + 0.25 + 0.125)
+    controller.drafts[2], controller.right[2] = 2.0, 2.0  # next to nothing
+    rate = (2 + PRIOR * 0.5) / (2 + PRIOR)
+    assert controller.expected(3) == pytest.approx(1 + 0.5 + 0.5 * rate)
+
+
+def test_one_lane_settles_on_the_best_length_too():
+    """A period of one lane has eight drafts at the first place: no share by itself."""
+    times = dict(zip(LENGTHS, (2.33, 3.12, 3.25, 3.72), strict=True))
+    settled = []
+    for seed in range(20):
+        machine = Machine(times, [0.86] * 16, lanes=1, rows=1)
+        machine.chance.manual_seed(seed)
+        machine.run(600)
+        settled.append(machine.controller.settled(1))
+    assert machine.best() == 16 and settled.count(16) >= 19
 
 
 def test_one_accident_is_not_for_ever():
