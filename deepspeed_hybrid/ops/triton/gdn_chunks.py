@@ -14,6 +14,7 @@ import triton.language as tl
 
 from deepspeed_hybrid.ops.gdn_chunks import CHUNK, GdnChunkSizes
 from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
+from deepspeed_hybrid.ops.triton.rounding import rounded
 
 PREPARE_WARPS, CARRY_WARPS = 4, 4
 # Columns of the state for a program of the second kernel, and its stages of loads: with few programs each waits for
@@ -97,19 +98,21 @@ def gdn_prepare_kernel(
     raw_b = tl.load(b + row * b_row_stride + token * b_token_stride + head, mask=real, other=0.0).to(tl.float32)
     raw_a = tl.load(a + row * a_row_stride + token * a_token_stride + head, mask=real, other=0.0).to(tl.float32)
 
-    beta = tl.where(real, tl.sigmoid(raw_b), 0.0)
+    beta = tl.where(real, rounded(tl.sigmoid(raw_b), b.dtype.element_ty), 0.0)
     raw_a += offset
     softplus = tl.maximum(raw_a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(raw_a)))
     decay = tl.cumsum(tl.where(real, rate * softplus, 0.0), axis=0)
 
     overlap = tl.dot(keys, tl.trans(keys)) * beta[:, None] * tl.exp(decay[:, None] - decay[None, :])
-    inverse = _inverse(tl.where(at[:, None] > at[None, :], overlap, 0.0), at, CHUNK) * beta[None, :]
+    inverse = _inverse(tl.where(at[:, None] > at[None, :], overlap, 0.0), at, CHUNK).to(keys.dtype)
 
     padded = (lane * chunks + chunk) * CHUNK + at
     tl.store(decays + padded, decay)
-    tl.store(u + padded[:, None] * DV + v, tl.dot(inverse.to(values.dtype), values).to(values.dtype))
-    inverse *= tl.exp(decay)[None, :]
-    tl.store(w + padded[:, None] * DK + k, tl.dot(inverse.to(keys.dtype), keys).to(keys.dtype))
+    # Rounded where the training forward's kernels round: the inverse, and what it is multiplied with.
+    values = (values * beta[:, None]).to(values.dtype)
+    tl.store(u + padded[:, None] * DV + v, tl.dot(inverse, values).to(values.dtype))
+    keys = (rounded(keys * beta[:, None], keys.dtype) * tl.exp(decay)[:, None]).to(keys.dtype)
+    tl.store(w + padded[:, None] * DK + k, tl.dot(inverse, keys).to(keys.dtype))
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
