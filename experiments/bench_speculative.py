@@ -16,7 +16,7 @@ places: 5.97 and 3.84 are published for Qwen3.5-4B's draft, in general and on op
 
 "chosen" is the length that the controller of a rollout has settled on, from its own measurements of plain steps and
 these blocks, with a draft as right as 5.97; "best" is the fastest one of the table. It is "of_best" as fast there: the
-controller does not change for less than a twentieth.
+controller does not change for less than a fiftieth.
 """
 
 import argparse

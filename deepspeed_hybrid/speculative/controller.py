@@ -16,7 +16,7 @@ THOROUGH = 4  # probes to one of the length that was not tried for longest: its 
 KEEP = 0.7  # of the time that was known, in a running mean
 MEMORY = 2048  # drafts at a place that are remembered
 PRIOR = 4  # drafts for which it counts that a place is about as good as the one before it
-GAIN = 1.05  # another length must promise this much more
+GAIN = 1.02  # another length must promise this much more
 
 
 class Controller(Protocol):

@@ -99,7 +99,7 @@ def test_a_small_gain_is_no_reason_to_change():
     machine = Machine(times, [1.0] * 16)
     machine.run(PERIOD * (len(LENGTHS) + 1))
     assert machine.used[-1] == 8
-    machine.controller.seconds[4, 16] = 3.9  # 16 / 3.9 is 2.6 % more than 8 / 2
+    machine.controller.seconds[4, 16] = 3.96  # 16 / 3.96 is 1 % more than 8 / 2
     assert machine.run(PERIOD)[0] == 8
     machine.controller.seconds[4, 16] = 3.6
     assert machine.run(PERIOD)[0] == 16
