@@ -18,7 +18,7 @@ from deepspeed_hybrid.compat import ModelCall, causal_model, gdn_kernels, layer_
 from deepspeed_hybrid.config import HybridEngineRolloutConfig
 from deepspeed_hybrid.generation.peers import Peers
 from deepspeed_hybrid.generation.prefill import TOKEN_BUDGET
-from deepspeed_hybrid.ops import few_rows, fused_linear
+from deepspeed_hybrid.ops import few_rows, fused_linear, warpgroup
 from deepspeed_hybrid.ops.attention_block import attention_block, token_by_token
 from deepspeed_hybrid.ops.attention_decode import attention_decode, attention_decode_reference
 from deepspeed_hybrid.ops.batch_invariant import (
@@ -188,9 +188,10 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
     ops = {name: _op(name, op, reference, device, cfg, off) for name, (op, reference) in OPS.items()}
     chain = chain_ops(device, cfg.segki_backend, cfg.batch_invariant, cfg.train_consistent)
     if device.type == "cuda" and isinstance(chain, DecodeOps) and not cfg.train_consistent:
-        obstacle = few_rows.obstacle(device.index)
-        if obstacle:
-            off["few_rows_linear op"] = obstacle
+        for name, products in (("few_rows_linear", few_rows), ("warpgroup_linear", warpgroup)):
+            obstacle = products.obstacle(device.index)
+            if obstacle:
+                off[f"{name} op"] = obstacle
     if fused_kinds is not None and isinstance(chain, str):
         if cfg.segki_backend == "triton":
             raise RuntimeError(f"segki_backend='triton' cannot be honoured: {chain}")
@@ -213,7 +214,7 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
             ops["gdn_gates"],
             chain,
             gathered,
-            prompt_ops(device, cfg.segki_backend, off, cfg.train_consistent),
+            prompt_ops(device, cfg.segki_backend, off),
         ),
         peers=Peers(group, device, replica_of(engine)),
         layers=layers,
@@ -326,8 +327,9 @@ def _reference_ops(batch_invariant: bool) -> DecodeOps:
     return DecodeOps(norm, *products, SharedSum(products[0], norm), *mixers, *rest)
 
 
-def prompt_ops(device: torch.device, backend: str, off: dict[str, str], train_consistent: bool = False) -> PromptOps:
-    """Triton's on CUDA; on a CPU the model's own code, for the very bits of it."""
+def prompt_ops(device: torch.device, backend: str, off: dict[str, str]) -> PromptOps:
+    """Triton's on CUDA, where norms are made whole by their writers and products are the library's, as in training;
+    on a CPU the model's own code, for the very bits of it."""
     if device.type != "cuda":
         return MODELS_OWN
     obstacle = _triton_off(backend)
@@ -335,9 +337,7 @@ def prompt_ops(device: torch.device, backend: str, off: dict[str, str], train_co
         off["prompt ops"] = obstacle
         return MODELS_OWN
     attention = rotary_tables, prompt_heads, gated_heads, keep_tokens
-    products: tuple[Callable, Callable] = fused_linear.normed_linear, fused_linear.residual_linear
-    if train_consistent:
-        products = fused_linear.normed_linear_by_library, fused_linear.residual_linear_by_library
+    products = fused_linear.normed_linear_by_library, fused_linear.residual_linear_by_library
     shared = SharedSum(products[0], fused_linear.normed_rows)  # inboxes would be as large as prompts
     return PromptOps(gdn_conv, gdn_chunks, fused_linear.normed_rows, gated_norm, *attention, *products, shared)
 

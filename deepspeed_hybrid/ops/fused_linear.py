@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from deepspeed_hybrid.ops import few_rows
+from deepspeed_hybrid.ops import few_rows, warpgroup
 from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves
 from deepspeed_hybrid.ops.inference import refuse_gradients
 from deepspeed_hybrid.ops.rounding import normed
@@ -87,6 +87,8 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, glu: bool) -> Callable | None
     """The kernel that does all of a product's op in one launch, or None where the library's product is faster."""
     if few_rows.takes(x, weight, glu):
         return few_rows.launch
+    if warpgroup.takes(x, weight, glu):
+        return warpgroup.launch
     if x.shape[0] == 1:
         from deepspeed_hybrid.ops.triton.row_linear import launch  # here, because a torch for CPUs has no Triton
 

@@ -25,6 +25,7 @@ BUILDERS = {
     "fused_silu_mul_halves": f"{BUILDER_PACKAGE}.fused_silu_mul_halves:FusedSiluMulHalvesBuilder",
     "gdn_gates": f"{BUILDER_PACKAGE}.gdn_gates:GdnGatesBuilder",
     "truncate_scores": f"{BUILDER_PACKAGE}.truncate_scores:TruncateScoresBuilder",
+    "warpgroup_linear": f"{BUILDER_PACKAGE}.warpgroup_linear:WarpgroupLinearBuilder",
 }
 # Ops whose kernels Triton compiles at their first use.
 TRITON_OPS = (

@@ -36,11 +36,9 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 from deepspeed_hybrid import HybridEngineRollout, paths
 from deepspeed_hybrid.compat import text_model
 from deepspeed_hybrid.ops.fused_linear import (
-    normed_linear,
     normed_linear_by_library,
     normed_rows,
     normed_rows_reference,
-    residual_linear,
     residual_linear_by_library,
 )
 from deepspeed_hybrid.ops.gated_heads import gated_heads, gated_heads_reference
@@ -140,12 +138,10 @@ def test_a_gpu_runs_tritons_or_says_why(backend, monkeypatch):
     ops = paths.prompt_ops(torch.device("cuda"), backend, off)
     if backend in ("auto", "triton"):
         attention = rotary_tables, prompt_heads, gated_heads, keep_tokens
-        products = normed_linear, residual_linear
+        products = normed_linear_by_library, residual_linear_by_library
         expected = PromptOps(gdn_conv, gdn_chunks, normed_rows, gated_norm, *attention, *products)
         assert replace(ops, shared_sum=None) == expected and off == {}
-        assert (ops.shared_sum.product, ops.shared_sum.norm) == (normed_linear, normed_rows)
-        ops = paths.prompt_ops(torch.device("cuda"), backend, off, train_consistent=True)
-        assert (ops.normed_linear, ops.residual_linear) == (normed_linear_by_library, residual_linear_by_library)
+        assert (ops.shared_sum.product, ops.shared_sum.norm) == (normed_linear_by_library, normed_rows)
     else:
         assert ops == PromptOps() and off == {"prompt ops": f"segki_backend is {backend!r}"}
     monkeypatch.setattr(paths, "triton_obstacle", lambda: "Triton is not installed")

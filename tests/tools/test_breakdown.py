@@ -20,6 +20,7 @@ KERNELS = {
 KINDS = {
     "decode_step": "choice",
     "few_rows_linear": "product",
+    "warpgroup_linear": "product",
     "fused_silu_mul_halves": "silu * up",
     "gdn_gates": "gdn gates",
     "truncate_scores": "truncation",

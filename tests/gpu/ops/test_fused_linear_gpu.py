@@ -22,14 +22,14 @@ from fused_linear_cases import (
 from glue_cases import DTYPES, moved, poisoned_outputs, slice_of_poison
 from tolerances import assert_close, assert_close_but_for_roundings
 
-from deepspeed_hybrid.ops import few_rows
+from deepspeed_hybrid.ops import few_rows, warpgroup
 from deepspeed_hybrid.ops.fused_linear import normed_linear, normed_rows, residual_linear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 HIDDEN, INNER = 2560, 9216
 INPUTS = 12352  # columns of the input projections of a GatedDeltaNet layer
-ROWS = [1, 2, 16, 64]
+ROWS = [1, 2, 16, 40, 64, 80]
 BIG = [torch.bfloat16, torch.float32]
 
 
@@ -86,7 +86,8 @@ def one_launch(arguments: dict) -> bool:
     if "x" in arguments and arguments["x"].dtype == torch.float16:
         return False
     x = arguments["x"] if "x" in arguments else arguments["scaled"]
-    return len(x) == 1 or few_rows.takes(x, arguments["weight"], arguments.get("glu", False))
+    glu = arguments.get("glu", False)
+    return len(x) == 1 or any(kind.takes(x, arguments["weight"], glu) for kind in (few_rows, warpgroup))
 
 
 def run(op: Callable, arguments: dict) -> tuple[torch.Tensor, ...]:
@@ -146,7 +147,7 @@ def test_normed_rows(dtype, size, offset):
         assert same_bits(normed_rows(hidden[first:last], norm, offset, EPS)[0], normed[first:last])
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16])
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_few_rows_are_rounded_behind_the_bias(dtype, rows):
     arguments = on_gpu(normed_arguments(rows, INNER, HIDDEN, dtype=dtype, parts=70, bias=True))
@@ -155,7 +156,7 @@ def test_few_rows_are_rounded_behind_the_bias(dtype, rows):
     assert (error <= exact.abs() * (torch.finfo(dtype).eps / 2) + 2e-5).all()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16])
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_few_rows_round_between_operations(dtype, rows):
     """Product, SiLU, product of the two; product with bias, sum with the residual: as modules do, one by one."""
