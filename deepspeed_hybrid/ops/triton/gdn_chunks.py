@@ -104,15 +104,13 @@ def gdn_prepare_kernel(
     decay = tl.cumsum(tl.where(real, rate * softplus, 0.0), axis=0)
 
     overlap = tl.dot(keys, tl.trans(keys)) * beta[:, None] * tl.exp(decay[:, None] - decay[None, :])
-    inverse = _inverse(tl.where(at[:, None] > at[None, :], overlap, 0.0), at, CHUNK).to(keys.dtype)
+    inverse = _inverse(tl.where(at[:, None] > at[None, :], overlap, 0.0), at, CHUNK) * beta[None, :]
 
     padded = (lane * chunks + chunk) * CHUNK + at
     tl.store(decays + padded, decay)
-    # Rounded where the training forward's kernels round: the inverse, and what it is multiplied with.
-    values = (values * beta[:, None]).to(values.dtype)
-    tl.store(u + padded[:, None] * DV + v, tl.dot(inverse, values).to(values.dtype))
-    keys = (rounded(keys * beta[:, None], keys.dtype) * tl.exp(decay)[:, None]).to(keys.dtype)
-    tl.store(w + padded[:, None] * DK + k, tl.dot(inverse, keys).to(keys.dtype))
+    tl.store(u + padded[:, None] * DV + v, tl.dot(inverse.to(values.dtype), values).to(values.dtype))
+    inverse *= tl.exp(decay)[None, :]
+    tl.store(w + padded[:, None] * DK + k, tl.dot(inverse.to(keys.dtype), keys).to(keys.dtype))
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
