@@ -73,7 +73,7 @@ UNTIMED = [
     Command("deepspeed-hybrid demo", "demo_h200.json", 240),
     Command("python -m pytest -s -p no:cacheprovider tests/gpu/test_bf16_gpu.py", None, 200,
             "python -m pytest -s tests/gpu/test_bf16_gpu.py"),
-    Command("deepspeed-hybrid fidelity --model-config qwen3.5-small --train-seconds 30 --segki all --rows 64",
+    Command("deepspeed-hybrid fidelity --model-config qwen3.5-small --train-seconds 60 --segki all --rows 256",
             "training_h200.json", 240, plot="training_h200.png"),
 ]  # fmt: skip
 ON_CPU = [

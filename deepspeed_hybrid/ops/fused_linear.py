@@ -114,9 +114,10 @@ def normed_linear(
 ) -> torch.Tensor:
     """The second half of an RMSNorm, a product, and its bias or gated SiLU, with the roundings of each.
 
-    On CUDA up to 16 rows of 16 bits are one launch of the CUDA op few_rows_linear, on a card from Hopper on and for
-    sizes that it takes; another single row is one of a Triton kernel. Both read the weight once, and the first call
-    compiles them. Anything else is the card's library product, with silu * up in a launch of its own. On a CPU it is
+    On CUDA up to 16 rows of 16 bits are one launch of the CUDA op few_rows_linear, on a card from Hopper on, and 17 to
+    64 one of warpgroup_linear, on Hopper, for sizes that they take; another single row is one of a Triton kernel. All
+    read the weight once, and the first call compiles them. Anything else is the card's library product, with silu * up
+    in a launch of its own. On a CPU it is
     :func:`normed_linear_reference`. There is no gradient.
 
     Args:
@@ -188,7 +189,7 @@ def residual_linear(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A product, its bias, the residual, and the first half of the RMSNorm that comes next.
 
-    On CUDA up to 16 rows are one launch, as in :func:`normed_linear`; otherwise it is the card's library product and a
+    On CUDA up to 64 rows are one launch, as in :func:`normed_linear`; otherwise it is the card's library product and a
     launch for all that follows. So it is for fp16, where a hidden state times the norm's weight might overflow. On a
     CPU it is :func:`residual_linear_reference`. There is no gradient.
 
