@@ -208,7 +208,9 @@ private:
     }
     static __device__ __forceinline__ uint32_t pair(const void* all, int64_t at)
     {
-        return *reinterpret_cast<const uint32_t*>(static_cast<const Element*>(all) + at);
+        // One by one: parameters may be views of a flat buffer, at any place of it.
+        const uint16_t* const from = static_cast<const uint16_t*>(all) + at;
+        return from[0] | static_cast<uint32_t>(from[1]) << 16;
     }
     static __device__ __forceinline__ float2 both(const uint32_t& pair)
     {

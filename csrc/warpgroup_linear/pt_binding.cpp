@@ -86,6 +86,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> warpgroup_linear(
                     "warpgroup_linear: x and weight must start on 16-byte boundaries");
     }
     const bool added = residual.has_value();
+    TORCH_CHECK(added == next_norm.has_value() && !(added && (squares || glu)) && !(glu && bias),
+                "warpgroup_linear: a residual goes with a norm behind it, and with neither a norm "
+                "before it nor glu; glu takes no bias");
     int processors = 0;
     C10_CUDA_CHECK(
         cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, x.get_device()));

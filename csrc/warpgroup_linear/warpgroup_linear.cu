@@ -158,6 +158,11 @@ __device__ __forceinline__ void feed(const WarpgroupArguments& args, const Ring<
         copy_weight<S>(args, ring, walk, place.stage);
         copy_x<S>(args, ring, walk, place.stage, rank);
     }
+    // Nobody arrives here any more once every stage has been given back: a block may then end.
+#pragma unroll 1
+    for (int stage = 0; stage < filled; ++stage, place.advance()) {
+        wait_for_phase(ring.empty + place.stage * 8, place.parity);
+    }
 }
 
 template <typename S>
@@ -272,6 +277,7 @@ __global__ void __launch_bounds__(kThreads)
             } else {
                 wait_for_predecessor();
                 if constexpr (S::kShared) shares.load();
+                __syncwarp();
                 rows = args.rows;
                 blocks = walk.blocks;
             }
@@ -279,7 +285,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncwarp();
     arrive_at_cluster();
-    wait_for_cluster();  // others may still arrive here
+    wait_for_cluster();  // sums may still be on their way from here
 #endif
 }
 

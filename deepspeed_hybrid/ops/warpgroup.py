@@ -3,8 +3,8 @@
 # DeepSpeed Team
 """The product of 17 to 64 rows with a large weight, by the CUDA op warpgroup_linear: which it takes, and the call.
 
-Like few_rows_linear it asks for the weight before the kernel ahead of it has ended, which must not write there and let
-its successor start.
+Like few_rows_linear it asks for the weight, and the bias, before the kernel ahead of it has ended, which must not
+write there and let its successor start.
 """
 
 import functools

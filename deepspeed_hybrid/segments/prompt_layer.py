@@ -33,7 +33,7 @@ def prompt_layer(
     last_column: bool,
     **kwargs,
 ) -> torch.Tensor:
-    """[B, T, D] -> [B, T, D], for more rows than few_rows_linear takes: norms are then made whole by their writers.
+    """[B, T, D] -> [B, T, D], for more rows than few_rows_linear takes; norms are made whole by their writers.
 
     Args:
         ops: a :class:`~deepspeed_hybrid.segments.prompts.PromptOps` with all that is used here.

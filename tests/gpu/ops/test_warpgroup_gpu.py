@@ -47,6 +47,21 @@ def test_a_row_has_the_same_bits_in_any_batch(around, n, k):
     check_bits_of_fewer_rows(OP, case(64, n, k, **around), (17, 20, 32, 33, 63))
 
 
+def test_parameters_at_any_place_of_a_flat_buffer():
+    arguments = case(40, 2560, 256, residual=True, bias=True)
+    for name in ("bias", "next_norm"):
+        flat = torch.zeros(2561, dtype=torch.bfloat16, device="cuda")
+        flat[1:].copy_(arguments[name])
+        arguments[name] = flat[1:]
+    check(OP, arguments)
+
+
+@pytest.mark.parametrize("around", [{"residual": True, "norm": True}, {"glu": True, "bias": True}], ids=str)
+def test_what_does_not_go_together_is_refused(around):
+    with pytest.raises(RuntimeError, match="a residual goes with a norm behind it"):
+        run(OP, case(20, 64, 256, **around))
+
+
 @pytest.mark.parametrize("rows", [24, 64])
 def test_inside_a_graph_behind_another_kernel(rows):
     check_inside_a_graph(OP, rows)
