@@ -18,7 +18,7 @@ from deepspeed_hybrid.compat import ModelCall, causal_model, gdn_kernels, layer_
 from deepspeed_hybrid.config import HybridEngineRolloutConfig
 from deepspeed_hybrid.generation.peers import Peers
 from deepspeed_hybrid.generation.prefill import TOKEN_BUDGET
-from deepspeed_hybrid.ops import few_rows, fused_linear, warpgroup
+from deepspeed_hybrid.ops import few_rows, fused_linear, gdn_streamed, warpgroup
 from deepspeed_hybrid.ops.attention_block import attention_block, token_by_token
 from deepspeed_hybrid.ops.attention_decode import attention_decode, attention_decode_reference
 from deepspeed_hybrid.ops.batch_invariant import (
@@ -188,8 +188,9 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
     ops = {name: _op(name, op, reference, device, cfg, off) for name, (op, reference) in OPS.items()}
     chain = chain_ops(device, cfg.segki_backend, cfg.batch_invariant, cfg.train_consistent)
     if device.type == "cuda" and isinstance(chain, DecodeOps) and not cfg.train_consistent:
-        for name, products in (("few_rows_linear", few_rows), ("warpgroup_linear", warpgroup)):
-            obstacle = products.obstacle(device.index)
+        ours = {"few_rows_linear": few_rows, "warpgroup_linear": warpgroup, "gdn_streamed": gdn_streamed}
+        for name, of_card in ours.items():
+            obstacle = of_card.obstacle(device.index)
             if obstacle:
                 off[f"{name} op"] = obstacle
     if fused_kinds is not None and isinstance(chain, str):
@@ -307,7 +308,9 @@ def chain_ops(
     attention = partial(attention_decode, splits=SPLITS) if batch_invariant else attention_decode
     block = partial(token_by_token, attention) if batch_invariant else attention_block
     rest = attention, block, embedded_rows, rotary_tables
-    deferred = None if batch_invariant else gdn_deferred  # which is for many rows only
+    deferred = None  # which is for many rows only
+    if not batch_invariant:
+        deferred = partial(gdn_deferred, rounded_heads=True)
     gdn = partial(gdn_decode, rounded_heads=True), partial(gdn_heads, rounded_heads=True), gdn_block, gdn_commit
     return DecodeOps(fused_linear.normed_rows, *products, shared, *gdn, *rest, gdn_deferred=deferred)
 

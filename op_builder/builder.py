@@ -25,6 +25,9 @@ class HybridOpBuilder(CUDAOpBuilder):
     # False lets a machine without a GPU compile the op for the architectures in TORCH_CUDA_ARCH_LIST.
     needs_device = True
 
+    # Of CUDA, where the op is built with what an older one does not know.
+    oldest_toolkit: tuple[int, int] | None = None
+
     def __init__(self):
         super().__init__(name=self.NAME)
 
@@ -78,6 +81,9 @@ class HybridOpBuilder(CUDAOpBuilder):
             return f"CUDA_HOME={CUDA_HOME} has no working nvcc: {error}"
         if toolkit[0] != int(torch.version.cuda.split(".")[0]):
             return f"nvcc is of CUDA {toolkit[0]}.{toolkit[1]}, but PyTorch was built for CUDA {torch.version.cuda}"
+        if self.oldest_toolkit and tuple(toolkit) < self.oldest_toolkit:
+            oldest = ".".join(map(str, self.oldest_toolkit))
+            return f"nvcc is of CUDA {toolkit[0]}.{toolkit[1]}, and {oldest} is the first that will do"
         compiler = os.environ.get("CXX", "c++")
         if shutil.which(compiler) is None:
             return f"the C++ compiler {compiler!r} is not on PATH"

@@ -9,8 +9,9 @@ import torch
 from gdn_block_cases import block_of
 from gdn_decode_cases import Shape
 
-from deepspeed_hybrid.ops.gdn_deferred import KEPT
+from deepspeed_hybrid.ops.gdn_deferred import BLOCK, PLACES
 
+RINGS = "keys", "deltas", "decays"
 NAMES = "window", "conv_weight", "conv_bias", "A_log", "dt_bias", "key_heads"
 
 
@@ -18,24 +19,24 @@ def deferred_block(shape: Shape, counts: list[int], tokens: int, rounded: bool =
     """:func:`block_of`, and rings full of poison, of which nothing may be read."""
     arguments = block_of(shape, counts, tokens, **options)
     slots, heads = arguments["state"].shape[0], arguments["projected"].dtype if rounded else torch.float32
-    keys = torch.full((slots, shape.key_heads, KEPT, shape.key_dim), float("nan"), dtype=heads)
-    deltas = torch.full((slots, shape.value_heads, KEPT, shape.value_dim), float("nan"))
+    keys = torch.full((slots, shape.key_heads, PLACES, shape.key_dim), float("nan"), dtype=heads)
+    deltas = torch.full((slots, shape.value_heads, PLACES, shape.value_dim), float("nan"))
     rings = {"keys": keys, "deltas": deltas, "decays": torch.full(deltas.shape[:3], float("nan"))}
     return arguments | rings | {"rounded_heads": rounded}
 
 
-def one_by_one(heads: Callable, deferred: Callable, arguments: dict) -> torch.Tensor:
+def one_by_one(deferred: Callable, arguments: dict) -> torch.Tensor:
     """Outputs [T * B, HV * DV] of the counted tokens of every row; the slots go on."""
-    counts, key_dim, out = arguments["counts"], arguments["state"].shape[2], []
-    slots = {name: arguments[name] for name in ("window", "state", "keys", "deltas", "decays")}
-    layer = {name: arguments[name] for name in ("norm_weight", "eps", "key_heads")}
+    counts, out = arguments["counts"], []
+    named = {name: arguments[name] for name in (*NAMES, *RINGS, "rounded_heads", "state", "norm_weight", "eps")}
     for index, rows in enumerate(arguments["projected"].split(len(counts))):
         where = {"position": arguments["position"] + index, "counts": (counts > index).long()}
-        named = {name: arguments[name] for name in NAMES} | where
-        made = heads(rows, **named, key_dim=key_dim, rounded_heads=arguments["rounded_heads"])
-        answered = torch.full_like(counts, index + 1)
-        out.append(deferred(rows, *made, **slots, **layer, **where, answered=answered))
+        out.append(deferred(rows, **named, **where, answered=torch.full_like(counts, index + 1)))
     return torch.cat(out)
+
+
+def without_rings(arguments: dict) -> dict:
+    return {name: value for name, value in arguments.items() if name not in RINGS}
 
 
 def settled(arguments: dict) -> torch.Tensor:
@@ -44,8 +45,8 @@ def settled(arguments: dict) -> torch.Tensor:
     group = state.shape[1] // arguments["keys"].shape[1]
     for row, (count, position) in enumerate(zip(counts, arguments["position"].tolist(), strict=True)):
         end = position + count
-        for place in range(max(position, end // KEPT * KEPT), end):
-            key = arguments["keys"][row, :, place % KEPT].float().repeat_interleave(group, dim=0)
-            delta, decay = (arguments[name][row, :, place % KEPT] for name in ("deltas", "decays"))
+        for place in range(max(position, (end - 1) // BLOCK * BLOCK), end):
+            key = arguments["keys"][row, :, place % PLACES].float().repeat_interleave(group, dim=0)
+            delta, decay = (arguments[name][row, :, place % PLACES] for name in ("deltas", "decays"))
             state[row] = state[row] * decay[:, None, None] + key[..., None] * delta[:, None]
     return state

@@ -9,48 +9,17 @@
 
 #include <cstdint>
 
-// Barriers in shared memory, the copy engine that arrives at them, and other blocks of a cluster.
-// Waits acquire within the block alone: at the cluster's scope each would flush the first-level
-// cache.
+#include "barrier.cuh"
+
+// The copy engine for matrices, and other blocks of a cluster.
 
 namespace ds_hybrid {
-
-__device__ __forceinline__ uint32_t shared_address(const void* shared)
-{
-    return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-}
 
 __device__ __forceinline__ uint32_t of_block(uint32_t shared, int rank)
 {
     uint32_t place;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(place) : "r"(shared), "r"(rank));
     return place;
-}
-
-__device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals)
-{
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals)
-                 : "memory");
-}
-
-// Until the phase of that parity is over.
-__device__ __forceinline__ void wait_for_phase(uint32_t barrier, int parity)
-{
-    asm volatile(
-        "{\n"
-        ".reg .pred there;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 there, [%0], %1;\n"
-        "@!there bra again;\n"
-        "}" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-}
-
-__device__ __forceinline__ void expect_bytes(uint32_t barrier, int bytes)
-{
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                 : "memory");
 }
 
 // `barrier` is of any block of the cluster.

@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(kThreads)
             init_barrier(ring.empty + stage * 8, S::kReaders);
         }
         init_barrier(ring.sums, 1);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        show_barriers();
         if (S::kShared) shares.expect();
     }
     __syncwarp();

@@ -10,7 +10,7 @@ import torch
 
 from deepspeed_hybrid.compat import LinearAttentionLayer, StaticLayer
 from deepspeed_hybrid.ops.gdn_decode import ring_order, window_order
-from deepspeed_hybrid.ops.gdn_deferred import KEPT, settled
+from deepspeed_hybrid.ops.gdn_deferred import PLACES, settled
 
 DEFERRED = "gdn_keys", "gdn_deltas", "gdn_decays"  # kinds of buffers of tokens beside the states
 SETTLE_BYTES = 2**26  # of fp32 states at a time: memory may be full
@@ -189,9 +189,9 @@ class SlotGdnLayer(LinearAttentionLayer):
         rows, device = self.slots + 1, projected.device
         if self.defers:
             heads, key_dim, value_dim = state_shape
-            keys = torch.zeros(rows, key_heads, KEPT, key_dim, dtype=projected.dtype, device=device)
-            deltas = torch.zeros(rows, heads, KEPT, value_dim, dtype=torch.float32, device=device)
-            self.deferred = keys, deltas, deltas.new_zeros(rows, heads, KEPT)
+            keys = torch.zeros(rows, key_heads, PLACES, key_dim, dtype=projected.dtype, device=device)
+            deltas = torch.zeros(rows, heads, PLACES, value_dim, dtype=torch.float32, device=device)
+            self.deferred = keys, deltas, deltas.new_zeros(rows, heads, PLACES)
         self.window = torch.zeros(rows, projected.shape[-1], kernel_size, dtype=projected.dtype, device=device)
         self.state = torch.zeros(rows, *state_shape, dtype=self.state_dtype, device=device)
 

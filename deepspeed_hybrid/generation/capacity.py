@@ -13,7 +13,7 @@ from deepspeed_hybrid.autotp import outputs_of
 from deepspeed_hybrid.compat import layer_kinds, text_config, text_model
 from deepspeed_hybrid.generation.sampling import SamplingKind
 from deepspeed_hybrid.generation.state import DecodeState
-from deepspeed_hybrid.ops.gdn_deferred import KEPT
+from deepspeed_hybrid.ops.gdn_deferred import PLACES
 
 FP32_BYTES = 4
 SORTING_BYTES = 32  # a number of the vocabulary: sorted scores and their order, probabilities and their sums
@@ -41,7 +41,7 @@ class SlotBytes:
                 window = mixer.conv1d.in_channels * mixer.conv_kernel_size * _itemsize(mixer)
                 fixed += window + mixer.num_v_heads * mixer.head_k_dim * mixer.head_v_dim * state_dtype.itemsize
                 of_keys = mixer.num_k_heads * mixer.head_k_dim * _itemsize(mixer)
-                deferred += KEPT * (of_keys + mixer.num_v_heads * (mixer.head_v_dim + 1) * FP32_BYTES)
+                deferred += PLACES * (of_keys + mixer.num_v_heads * (mixer.head_v_dim + 1) * FP32_BYTES)
             else:
                 mixer = layer.self_attn
                 per_token += (_outputs(model, mixer.k_proj) + _outputs(model, mixer.v_proj)) * _itemsize(mixer)

@@ -24,6 +24,7 @@ BUILDERS = {
     "few_rows_linear": f"{BUILDER_PACKAGE}.few_rows_linear:FewRowsLinearBuilder",
     "fused_silu_mul_halves": f"{BUILDER_PACKAGE}.fused_silu_mul_halves:FusedSiluMulHalvesBuilder",
     "gdn_gates": f"{BUILDER_PACKAGE}.gdn_gates:GdnGatesBuilder",
+    "gdn_streamed": f"{BUILDER_PACKAGE}.gdn_streamed:GdnStreamedBuilder",
     "truncate_scores": f"{BUILDER_PACKAGE}.truncate_scores:TruncateScoresBuilder",
     "warpgroup_linear": f"{BUILDER_PACKAGE}.warpgroup_linear:WarpgroupLinearBuilder",
 }

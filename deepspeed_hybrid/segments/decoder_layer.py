@@ -52,10 +52,11 @@ ATTENTION_FACTS = {
 }  # fmt: skip
 
 
-# Of all rows, from where on it is faster to read states, write them at every 16th token, and keep tokens until then.
-# On an H200 a layer of 32 heads of [128, 128] takes 21.2 us so and 21.0 in one launch at 16 rows, 28.9 and 30.9 at 24,
-# 59 and 77 at 64, 213 and 333 at 256.
-MANY_HEADS = 24 * 32
+# Of all rows, from where on it is faster to read states, write them at every 15th token, and keep tokens until then.
+# On an H200 a layer of 32 heads of [128, 128] takes 9.1 us so and 10.6 in gdn_decode at 8 rows, 14.2 and 21.0 at 16,
+# 46.8 and 77 at 64, 171 and 334 at 256; by Triton's kernels 21.2 at 16, 28.9 and 30.9 at 24, 59 at 64, 213 at 256.
+MANY_HEADS = 8 * 32
+MANY_HEADS_OF_TRITON = 24 * 32
 
 
 @dataclass(frozen=True)
@@ -300,9 +301,8 @@ def gdn_decode_step(
     block = plan.block
     if block is None and cache.holder.deferring and ops.gdn_deferred is not None:
         counts, slots.lagging = cache.holder.once("counts", lambda: (~plan.parked).long()), True
-        made = ops.gdn_heads(projected, *conv, plan.before, counts, heads, module.head_k_dim)
-        kept = slots.window, slots.state, *slots.deferred
-        return ops.gdn_deferred(projected, *made, *kept, *last, plan.before, plan.answered, counts, heads)
+        kept = slots.state, *slots.deferred
+        return ops.gdn_deferred(projected, *conv, *kept, *last, plan.before, plan.answered, counts, heads)
     if block is None:
         return ops.gdn(projected, *conv, slots.state, *last, plan.before, plan.parked, heads)
     heads_of = projected, *conv, block.positions[0], block.counts, heads, module.head_k_dim

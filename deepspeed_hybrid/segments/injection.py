@@ -11,11 +11,13 @@ from torch import nn
 from deepspeed_hybrid.autotp import holds_shards, is_column_shard
 from deepspeed_hybrid.compat import layer_kinds, text_model
 from deepspeed_hybrid.hung_on import is_zero3_hook
+from deepspeed_hybrid.ops import gdn_streamed
 from deepspeed_hybrid.ops.shared_sum import SharedSum
 from deepspeed_hybrid.segments.apply import Binding, ModuleTables, bound
 from deepspeed_hybrid.segments.attention import attention_bindings
 from deepspeed_hybrid.segments.decoder_layer import (
     MANY_HEADS,
+    MANY_HEADS_OF_TRITON,
     DecodeOps,
     PreparedNorm,
     decoder_layer_binding,
@@ -107,12 +109,12 @@ class Injection:
         if not isinstance(self.chain, DecodeOps) or self.chain.gdn_deferred is None:
             return None
         chained = [part for part in self._chosen if part.kind == GDN and self.unchained[part.layer] is None]
-        runs = [self.fused.get(part.path) for part in chained]
-        heads = [
-            (own if isinstance(own, HeadParallelGdn) else part.module).num_v_heads
-            for part, own in zip(chained, runs, strict=True)
+        layers = [self.fused.get(part.path) for part in chained]
+        many = [
+            _many_rows(own if isinstance(own, HeadParallelGdn) else part.module)
+            for part, own in zip(chained, layers, strict=True)
         ]
-        return -(-MANY_HEADS // max(heads)) if heads else None
+        return min(many) if many else None
 
     @property
     def _chosen(self) -> list[Segment]:
@@ -351,3 +353,11 @@ class Injection:
 def _all_heads_here(mixer: Segment) -> str | None:
     """Why ranks that share a mixer's projections do not share its heads; None where they do, or share nothing."""
     return head_parallel_obstacle(mixer.module) if is_column_shard(mixer.projections[0]) else None
+
+
+def _many_rows(layer: nn.Module | HeadParallelGdn) -> int:
+    """Of a recurrent layer, see MANY_HEADS."""
+    weight = layer.conv1d.weight
+    of_heads = layer.head_k_dim, layer.head_v_dim, layer.conv_kernel_size
+    streams = gdn_streamed.suits(*of_heads, weight.dtype, weight.device)
+    return -(-(MANY_HEADS if streams else MANY_HEADS_OF_TRITON) // layer.num_v_heads)

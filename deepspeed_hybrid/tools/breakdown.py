@@ -16,7 +16,17 @@ KINDS = {
     "collective": ("nccl", "_add_over_ranks"),  # with the wait for other ranks
     "choice": ("scan_chunk", "finish_row", "_scan", "_nominate", "_record"),
     "truncation": ("truncate_rows",),
-    "gdn scan": ("fused_recurrent", "gated_delta", "gdn_decode", "gdn_block", "gdn_heads", "gdn_prepare", "gdn_carry"),
+    "gdn scan": (
+        "fused_recurrent",
+        "gated_delta",
+        "gdn_decode",
+        "gdn_streamed",
+        "gdn_deferred",
+        "gdn_block",
+        "gdn_heads",
+        "gdn_prepare",
+        "gdn_carry",
+    ),
     "gdn gates": ("::gates(",),
     "conv": ("conv",),
     "attention": ("_attend", "_combine", "attention", "fmha", "flash", "attn", "softmax"),

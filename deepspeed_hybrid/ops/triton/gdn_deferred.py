@@ -7,7 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from deepspeed_hybrid.ops.gdn_deferred import KEPT, checked_deferred
+from deepspeed_hybrid.ops.gdn_decode import GdnSizes
+from deepspeed_hybrid.ops.gdn_deferred import BLOCK, PLACES
 from deepspeed_hybrid.ops.triton import gated_norm
 from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
 from deepspeed_hybrid.ops.triton.rounding import rounded
@@ -39,7 +40,8 @@ def gdn_deferred_kernel(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     CONV_KERNEL: tl.constexpr,
-    KEPT: tl.constexpr,
+    PLACES: tl.constexpr,
+    BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
@@ -68,19 +70,21 @@ def gdn_deferred_kernel(
     if tl.load(counts + row) == 0:
         return
     place = tl.load(position + row)
-    now = (place % KEPT).to(tl.int32)
-    oldest = now - tl.minimum(tl.load(answered + row) - 1, now).to(tl.int32)
-    token = tl.arange(0, KEPT)
-    is_kept = (token >= oldest) & (token < now)
-    keys += (row * KEY_HEADS + key_head) * (KEPT * KEY_DIM) + within
-    deltas += (row * VALUE_HEADS + head) * (KEPT * VALUE_DIM) + column
-    decays += (row * VALUE_HEADS + head) * KEPT
-    kept = tl.load(keys[None, :] + token[:, None] * KEY_DIM, mask=is_kept[:, None] & key_mask[None, :], other=0.0)
+    earlier = (tl.load(answered + row) - 1).to(tl.int32)
+    count = tl.minimum(earlier, ((place - 1) % BLOCK + 1).to(tl.int32))  # of kept tokens, the oldest first
+    now = (place % PLACES).to(tl.int32)
+    token = tl.arange(0, PLACES)
+    is_kept, where = token < count, (now - count + token + PLACES) % PLACES
+    next_kept, next_where = token + 1 < count, (now - count + token + 1 + PLACES) % PLACES
+    keys += (row * KEY_HEADS + key_head) * (PLACES * KEY_DIM) + within
+    deltas += (row * VALUE_HEADS + head) * (PLACES * VALUE_DIM) + column
+    decays += (row * VALUE_HEADS + head) * PLACES
+    kept = tl.load(keys[None, :] + where[:, None] * KEY_DIM, mask=is_kept[:, None] & key_mask[None, :], other=0.0)
     added = tl.load(
-        deltas[None, :] + token[:, None] * VALUE_DIM, mask=is_kept[:, None] & value_mask[None, :], other=0.0
+        deltas[None, :] + where[:, None] * VALUE_DIM, mask=is_kept[:, None] & value_mask[None, :], other=0.0
     )
-    faded = tl.load(decays + token, mask=is_kept, other=1.0)
-    later = tl.load(decays + token + 1, mask=(token + 1 >= oldest) & (token + 1 < now), other=1.0)
+    faded = tl.load(decays + where, mask=is_kept, other=1.0)
+    later = tl.load(decays + next_where, mask=next_kept, other=1.0)
 
     here = heads + row * CHANNELS
     k = tl.load(here + KEYS + key_head * KEY_DIM + within, mask=key_mask, other=0.0)
@@ -102,12 +106,12 @@ def gdn_deferred_kernel(
     read = (read * of_state + tl.sum(with_query[:, None] * added, axis=0) + own * delta) * (KEY_DIM**-0.5)
     tl.store(core + row * VALUES + head * VALUE_DIM + column, read.to(core.dtype.element_ty), mask=value_mask)
 
-    if now == KEPT - 1:
-        for index in range(oldest, now):
-            key = tl.load(keys + index * KEY_DIM, mask=key_mask, other=0.0).to(tl.float32)
-            of_key = tl.load(deltas + index * VALUE_DIM, mask=value_mask, other=0.0)
-            memory = memory * tl.load(decays + index) + key[:, None] * of_key[None, :]
-        memory = memory * decay + k.to(tl.float32)[:, None] * delta[None, :]
+    if (earlier > 0) & (place % BLOCK == 0):
+        for index in range(0, count):
+            old = (now - count + index + PLACES) % PLACES
+            key = tl.load(keys + old * KEY_DIM, mask=key_mask, other=0.0).to(tl.float32)
+            of_key = tl.load(deltas + old * VALUE_DIM, mask=value_mask, other=0.0)
+            memory = memory * tl.load(decays + old) + key[:, None] * of_key[None, :]
         tl.store(state, memory.to(state.dtype.element_ty), mask=state_mask)
 
     # Values by whose they are, queries and keys in shares by the first head of those that have them.
@@ -139,11 +143,9 @@ def launch(
     position: torch.Tensor,
     answered: torch.Tensor,
     counts: torch.Tensor,
-    key_heads: int,
+    sizes: GdnSizes,
 ) -> torch.Tensor:
-    """``gdn_deferred`` through the kernels, on CUDA or in Triton's interpreter."""
-    kept, places = (keys, deltas, decays), (position, answered, counts)
-    sizes = checked_deferred(projected, heads, gates, window, state, *kept, norm_weight, *places, key_heads)
+    """What follows ``gdn_heads`` in ``gdn_deferred``, on CUDA or in Triton's interpreter, on checked arguments."""
     rows, core = len(projected), projected.new_empty(len(projected), sizes.values)
     if not core.numel():
         return core
@@ -156,15 +158,20 @@ def launch(
             gates,
             window,
             state,
-            *kept,
-            *places,
+            keys,
+            deltas,
+            decays,
+            position,
+            answered,
+            counts,
             core,
             KEY_HEADS=sizes.key_heads,
             VALUE_HEADS=sizes.value_heads,
             KEY_DIM=sizes.key_dim,
             VALUE_DIM=sizes.value_dim,
             CONV_KERNEL=sizes.conv_kernel,
-            KEPT=KEPT,
+            PLACES=PLACES,
+            BLOCK=BLOCK,
             TILE=triton.next_power_of_2(sizes.key_dim),
             COLUMNS=columns,
             **pdl(projected),

@@ -8,13 +8,12 @@ import torch
 from decode_cases import same_bits
 from gdn_block_cases import step_by_step
 from gdn_decode_cases import REAL, SHAPES
-from gdn_deferred_cases import deferred_block, one_by_one, settled
+from gdn_deferred_cases import deferred_block, one_by_one, settled, without_rings
 from glue_cases import moved, poisoned_outputs
 from tolerances import assert_close, assert_close_but_for_roundings
 
 from deepspeed_hybrid.ops.gdn_decode import gdn_decode_reference
-from deepspeed_hybrid.ops.gdn_deferred import KEPT, gdn_deferred
-from deepspeed_hybrid.ops.gdn_heads import gdn_heads
+from deepspeed_hybrid.ops.gdn_deferred import PLACES, gdn_deferred
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -25,12 +24,11 @@ def cuda_block(shape, counts: list[int], tokens: int, **options) -> dict:
 
 def run(arguments: dict) -> None:
     """Layer behind layer without waiting, next to the reference of decode steps over fp32 states."""
-    rings = "keys", "deltas", "decays"
-    plain = {name: value for name, value in arguments.items() if name not in rings}
-    out, window, state = step_by_step(gdn_decode_reference, plain | {"state": arguments["state"].float()})
+    wide = without_rings(arguments) | {"state": arguments["state"].float()}
+    out, window, state = step_by_step(gdn_decode_reference, wide)
     live = (torch.arange(len(out) // len(arguments["counts"]), device="cuda")[:, None] < arguments["counts"]).flatten()
     with poisoned_outputs():
-        mine = one_by_one(gdn_heads, gdn_deferred, arguments)
+        mine = one_by_one(gdn_deferred, arguments)
     assert (mine[~live] == 0).all()
     assert_close_but_for_roundings(mine[live], out[live])
     assert same_bits(arguments["window"], window)
@@ -66,7 +64,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows():
     slots = {name: many[name][:2].clone() for name in ("window", "state", "keys", "deltas", "decays")}
     rows = {name: many[name][:1] for name in ("counts", "position")}
     one = many | slots | rows | {"projected": many["projected"][::65]}
-    assert same_bits(one_by_one(gdn_heads, gdn_deferred, one), one_by_one(gdn_heads, gdn_deferred, many)[::65])
+    assert same_bits(one_by_one(gdn_deferred, one), one_by_one(gdn_deferred, many)[::65])
     assert same_bits(one["state"][:1], many["state"][:1])
 
 
@@ -80,7 +78,7 @@ def test_replays_of_a_graph():
         def counted(*args, **named):
             return gdn_deferred(*args, **named | {"answered": arguments["answered"]})
 
-        out = one_by_one(gdn_heads, counted, arguments)
+        out = one_by_one(counted, arguments)
         arguments["position"].add_(1)
         arguments["answered"].add_(1)
         return out
@@ -89,7 +87,7 @@ def test_replays_of_a_graph():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = step(captured)
-    for _ in range(2 * KEPT + 3):
+    for _ in range(2 * PLACES + 3):
         expected = step(eager)
         graph.replay()
         assert same_bits(out, expected)
