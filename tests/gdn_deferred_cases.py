@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from gdn_block_cases import block_of
 from gdn_decode_cases import Shape
+from glue_cases import slice_of_poison
 
 from deepspeed_hybrid.ops.gdn_deferred import BLOCK, PLACES
 
@@ -23,6 +24,12 @@ def deferred_block(shape: Shape, counts: list[int], tokens: int, rounded: bool =
     deltas = torch.full((slots, shape.value_heads, PLACES, shape.value_dim), float("nan"))
     rings = {"keys": keys, "deltas": deltas, "decays": torch.full(deltas.shape[:3], float("nan"))}
     return arguments | rings | {"rounded_heads": rounded}
+
+
+def aligned(arguments: dict) -> dict:
+    """With projections whose rows begin on boundaries of 16 bytes, as products leave them, still beside poison."""
+    columns = arguments["projected"].shape[1]
+    return arguments | {"projected": slice_of_poison(arguments["projected"], -(-columns // 8) * 8 + 8, 8)}
 
 
 def one_by_one(deferred: Callable, arguments: dict) -> torch.Tensor:

@@ -218,3 +218,19 @@ def test_builders_are_found_in_a_checkout_that_is_not_installed(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "deepspeed_hybrid.op_builder.decode_step"
+
+
+@pytest.mark.parametrize("name, toolkit", [("warpgroup_linear", (12, 5)), ("gdn_streamed", (12, 4))])
+def test_ops_that_want_a_newer_toolkit(name, toolkit, monkeypatch):
+    base = sys.modules[type(loader.builder(name)).__mro__[1].__module__]
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", "/cuda")
+    monkeypatch.setattr("torch.utils.cpp_extension.is_ninja_available", lambda: True)
+    said = {}
+    for minor in (toolkit[1] - 1, toolkit[1]):
+        monkeypatch.setattr(base, "installed_cuda_version", lambda minor=minor: (12, minor))
+        said[minor] = loader.builder(name).obstacle()
+    wanted = f"nvcc is of CUDA 12.{toolkit[1] - 1}, and 12.{toolkit[1]} is the first that will do"
+    assert list(said.values()) == [wanted, None]
+    assert loader.builder("few_rows_linear").oldest_toolkit is None
