@@ -4,6 +4,7 @@
 """How many tokens the next block has: as many as always, or as many as pay."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
@@ -17,6 +18,10 @@ KEEP = 0.7  # of the time that was known, in a running mean
 MEMORY = 2048  # drafts at a place that are remembered
 PRIOR = 4  # drafts for which it counts that a place is about as good as the one before it
 GAIN = 1.02  # another length must promise this much more
+CLOSE, SURE = (
+    0.9,
+    3,
+)  # lengths that promise so much of the best one's are measured in so many periods before one is chosen
 
 
 class Controller(Protocol):
@@ -75,11 +80,11 @@ class PayingBlock:
     Steps come in periods of one length. At the end of each its time a step, for that many lanes, is taken into a
     running mean, and what was right at each place, given those before it, into counts of the last drafts: a period of
     one lane has eight at the first place and hardly any at the last, which say little by themselves. Each length is
-    tried once, and the best of the others again now and then, rarely any; where plain steps are best, that is
-    speculation switched off. The first step of a length, which compiles kernels and is captured, and periods with
-    something else in them do not count. The host looks at the device's counts, and so waits for it, at the end of a
-    period, and behind the first step of one that did not follow another at once: what was queued before it is not the
-    steps'.
+    tried once, those that then are close to the best one a few times more, and later the best of the others now and
+    then, rarely any; where plain steps are best, that is speculation switched off. The first step of a length, which
+    compiles kernels and is captured, and periods with something else in them do not count. The host looks at the
+    device's counts, and so waits for it, at the end of a period, and behind the first step of one that did not follow
+    another at once: what was queued before it is not the steps'.
 
     Times differ from run to run, so lengths do, and with them the last bits of logprobs; tokens do not.
 
@@ -94,6 +99,7 @@ class PayingBlock:
         self.seconds: dict[tuple[int, int], float] = {}  # (lanes, length) -> of a step
         self.drafts = [0.0] * max(lengths)  # seen at place i of a block, where those before it were right
         self.right = [0.0] * max(lengths)  # of these
+        self._periods: Counter[tuple[int, int]] = Counter()  # of (lanes, length), whose time was taken
         self._length: dict[int, int] = {}  # lanes -> settled on
         self._settled: dict[int, int] = {}  # lanes -> periods since the last probe
         self._tried: dict[tuple[int, int], None] = {}  # of (lanes, length), the latest last
@@ -147,6 +153,7 @@ class PayingBlock:
             self.seconds[lanes, tokens] = spent if known is None else min(spent, KEEP * known + (1 - KEEP) * spent)
             self._tried.pop((lanes, tokens), None)
             self._tried[lanes, tokens] = None  # last now
+            self._periods[lanes, tokens] += 1
         for place in range(1, tokens):
             kept = max(0.0, 1 - reached[place - 1] / MEMORY)
             self.drafts[place] = kept * self.drafts[place] + reached[place - 1]
@@ -168,7 +175,7 @@ class PayingBlock:
         return self.expected(tokens) / self.seconds[lanes, tokens]
 
     def settled(self, lanes: int) -> int | None:
-        """The length that pays most as far as is known; None before all were tried."""
+        """The length that pays most as far as is known; None before all were tried, and close ones often enough."""
         return self._length.get(lanes)
 
     def _next(self, lanes: int) -> int:
@@ -176,6 +183,11 @@ class PayingBlock:
         if untried:
             return untried[0]
         ranked = sorted(self.lengths, key=lambda length: self.speed(lanes, length), reverse=True)
+        if lanes not in self._length:
+            close = [length for length in ranked if self.speed(lanes, length) > CLOSE * self.speed(lanes, ranked[0])]
+            least = min(close, key=lambda length: self._periods[lanes, length])
+            if len(close) > 1 and self._periods[lanes, least] < SURE:
+                return least
         now = self._length.get(lanes, ranked[0])
         if self.speed(lanes, ranked[0]) > GAIN * self.speed(lanes, now):
             now = ranked[0]
