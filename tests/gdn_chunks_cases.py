@@ -85,6 +85,62 @@ def oracle(
     return torch.stack(core, dim=1), memory
 
 
+def as_training_rounds(
+    query, key, value, b, a, A_log, dt_bias, state, slots, first, key_heads
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`oracle`, but chunk by chunk and rounded where flash-linear-attention's kernels round."""
+    beta, g = (part.transpose(1, 2) for part in gates_oracle(b, a, A_log, dt_bias, None))
+    _, heads, key_dim, value_dim = state.shape
+    rows, tokens, _ = query.shape
+
+    def rounded(values: torch.Tensor) -> torch.Tensor:
+        return values.to(value.dtype).double()
+
+    def of_heads(part: torch.Tensor, count: int) -> torch.Tensor:
+        split = part.cpu().double().view(rows, tokens, count, -1).repeat_interleave(heads // count, dim=2)
+        return split.transpose(1, 2)
+
+    queries, keys, values = of_heads(query, key_heads), of_heads(key, key_heads), of_heads(value, heads)
+    memory = state.cpu().double()[slots.cpu()]
+    memory = torch.zeros_like(memory) if first else memory
+    core = []
+    for start in range(0, tokens, 64):
+        q, k, v, learned, log = (part[:, :, start : start + 64] for part in (queries, keys, values, beta, g))
+        log = log.cumsum(-1)
+        decay, last = log.exp()[..., None], log[..., -1:, None]
+        between = torch.tril(log[..., :, None] - log[..., None, :]).exp()
+        inverse = rounded(_inverse_as_training_rounds(torch.tril(k @ k.mT * between * learned[..., None], -1)))
+        factors = rounded(inverse @ rounded(rounded(k * learned[..., None]) * decay))
+        before = rounded(memory)
+        new = rounded(inverse @ rounded(v * learned[..., None])) - factors @ before
+        seen = rounded(torch.tril(q @ k.mT * between))
+        core.append((q @ before * decay + seen @ rounded(new)) / key_dim**0.5)
+        memory = memory * last.exp() + k.mT @ rounded(new * (last - log[..., None]).exp())
+    return torch.cat(core, dim=2).transpose(1, 2), memory
+
+
+def _inverse_as_training_rounds(lower: torch.Tensor, block: int = 16) -> torch.Tensor:
+    """(1 + lower)^-1 of strictly lower triangles: exact on the diagonal of blocks, products of TF32 below."""
+
+    def tf32(values: torch.Tensor) -> torch.Tensor:
+        return (values.float().view(torch.int32) & ~0x1FFF).view(torch.float32).double()
+
+    size = lower.shape[-1]
+    at = torch.arange(size) // block
+    later = at[:, None] - at[None, :]
+    inverse = torch.linalg.inv(torch.eye(size).double() + lower.where(later == 0, 0.0))
+    own, below = tf32(inverse), tf32(lower.where(later > 0, 0.0))
+    inverse = inverse - tf32((own @ below).where(later == 1, 0.0)) @ own
+    for blocks in range(2, int(at[-1]) + 1):
+        inverse = inverse - own @ tf32((below @ tf32(inverse)).where(later == blocks, 0.0))
+    return inverse
+
+
+def assert_same_roundings(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """But for sums in another order, which tip few roundings: where others are made, half of all bits differ."""
+    assert (actual.cpu() == expected.to(actual.dtype)).double().mean() > 0.9
+
+
 def assert_near(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
     """By the root mean square, row by row: products are of ``dtype``, so that an error goes by what is summed."""
     actual, expected = actual.cpu().double().flatten(1), expected.flatten(1)

@@ -6,7 +6,14 @@
 import pytest
 import torch
 from decode_cases import same_bits
-from gdn_chunks_cases import Heads, arguments_of, assert_near, oracle
+from gdn_chunks_cases import (
+    Heads,
+    arguments_of,
+    as_training_rounds,
+    assert_near,
+    assert_same_roundings,
+    oracle,
+)
 from gdn_decode_cases import interpreted
 from glue_cases import poisoned_outputs
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -71,6 +78,15 @@ def test_dtypes(dtype, state_dtype):
 def test_a_state_of_fewer_bits():
     """The interpreter has no products of bf16."""
     run(kernel, arguments_of(SMALL, 1, 70, state_dtype=torch.float16))
+
+
+@pytest.mark.interpreter
+@interpreted
+@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
+def test_roundings_are_those_of_the_training_forward(first):
+    arguments = arguments_of(SMALL, 1, 130, first=first)
+    expected, _ = as_training_rounds(**arguments)
+    assert_same_roundings(kernel(**arguments), expected)
 
 
 @both

@@ -17,6 +17,7 @@ from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
 from deepspeed_hybrid.ops.triton.rounding import rounded
 
 PREPARE_WARPS, CARRY_WARPS = 4, 4
+PREPARE_REGISTERS = 168  # three programs on a multiprocessor; 173 as it comes for heads of 128, and none is spilled
 # Columns of the state for a program of the second kernel, and its stages of loads: with few programs each waits for
 # its own loads, with many the cache is read less often by wide ones, and two on a multiprocessor wait in turn.
 NARROW, WIDE = (32, 2), (64, 1)
@@ -26,33 +27,52 @@ BLOCK = tl.constexpr(16)  # of a chunk's tokens: up to there all blocks of the t
 
 
 @triton.jit
+def _cut(values):
+    """The bits that TF32 has of values within -1 and 1, cut off as tensor cores do."""
+    return values.to(tl.float16, fp_downcast_rounding="rtz")
+
+
+@triton.jit
+def _parts(values):
+    """What fp16 holds of values, and of what is left."""
+    most = values.to(tl.float16)
+    return most, (values - most.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
 def _inverse(lower, at, SIZE: tl.constexpr):
     """(1 + lower)^-1 of a strictly lower triangle [SIZE, SIZE], SIZE four blocks, for unit keys and gates up to 1.
 
-    From the inverses X of blocks of the diagonal come those of blocks twice as large: X - X lower X between the two
-    halves. What is multiplied is what one token's write adds to another's, hence within -1 and 1, where fp16 has the
-    bits of TF32.
+    It is rounded where the training forward's kernels round. Blocks of the diagonal are of fp32: from inverses X come
+    those of blocks twice as large, X - X lower X between the two halves, in fp16, and a step of Newton's method makes
+    up for what that has lost. Blocks below come diagonal by diagonal from those between, in products of TF32. What is
+    multiplied is what one token's write adds to another's, hence within -1 and 1.
     """
     BLOCKS: tl.constexpr = SIZE // BLOCK
-    apart = (at[:, None] // BLOCK) ^ (at[None, :] // BLOCK)
-    pairs = tl.where(apart == 1, lower, 0.0).to(tl.float16)
-    halves = tl.where(apart >= 2, lower, 0.0).to(tl.float16)
-    block = tl.sum(tl.reshape(tl.where(apart == 0, lower, 0.0), (BLOCKS, BLOCK, BLOCKS, BLOCK)), axis=2)
+    later = at[:, None] // BLOCK - at[None, :] // BLOCK
+    block = tl.sum(tl.reshape(tl.where(later == 0, lower, 0.0), (BLOCKS, BLOCK, BLOCKS, BLOCK)), axis=2)
     inside = tl.arange(0, BLOCK)
     apart = inside[:, None] ^ inside[None, :]  # below 2 in one pair, below 4 in one four
-    inverse = tl.where((apart == 0)[None, :, :], 1.0, tl.where((apart == 1)[None, :, :], -block, 0.0))
-    block = block.to(tl.float16)
+    one = tl.where((apart == 0)[None, :, :], 1.0, 0.0)
+    inverse = tl.where((apart == 1)[None, :, :], -block, one)
+    block, block_rest = _parts(block)
     for level in tl.static_range(1, 4):
         half = inverse.to(tl.float16)
         between = tl.dot(tl.dot(half, block).to(tl.float16), half)
         inverse = tl.where(((apart >> level) == 1)[None, :, :], -between, inverse)
+    half, rest = _parts(inverse)
+    error = inverse - one + tl.dot(block, half) + (tl.dot(block, rest) + tl.dot(block_rest, half))
+    inverse -= tl.dot(half, error.to(tl.float16))
 
     spread = tl.reshape(tl.broadcast_to(inverse[:, :, None, :], (BLOCKS, BLOCK, BLOCKS, BLOCK)), (SIZE, SIZE))
-    inverse = tl.where(at[:, None] // BLOCK == at[None, :] // BLOCK, spread, 0.0)
-    half = inverse.to(tl.float16)
-    inverse -= tl.dot(tl.dot(half, pairs).to(tl.float16), half)
-    half = inverse.to(tl.float16)
-    return inverse - tl.dot(tl.dot(half, halves).to(tl.float16), half)
+    inverse = tl.where(later == 0, spread, 0.0)
+    own = _cut(inverse)
+    below = _cut(tl.where(later > 0, lower, 0.0))
+    inverse -= tl.dot(_cut(tl.where(later == 1, tl.dot(own, below), 0.0)), own)
+    for blocks in tl.static_range(2, BLOCKS):
+        between = tl.where(later == blocks, tl.dot(below, _cut(inverse)), 0.0)
+        inverse -= tl.dot(own, _cut(between))
+    return inverse
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
@@ -104,13 +124,16 @@ def gdn_prepare_kernel(
     decay = tl.cumsum(tl.where(real, rate * softplus, 0.0), axis=0)
 
     overlap = tl.dot(keys, tl.trans(keys)) * beta[:, None] * tl.exp(decay[:, None] - decay[None, :])
-    inverse = _inverse(tl.where(at[:, None] > at[None, :], overlap, 0.0), at, CHUNK) * beta[None, :]
+    # Rounded where the training forward's kernels round, and before the inverse: made behind it they would share its
+    # memory, of which ptxas 12.8, in Triton 3.6 and 3.7, loses the address where operands are less than 64 wide.
+    values = (values * beta[:, None]).to(values.dtype)
+    keys = (rounded(keys * beta[:, None], keys.dtype) * tl.exp(decay)[:, None]).to(keys.dtype)
+    inverse = _inverse(tl.where(at[:, None] > at[None, :], overlap, 0.0), at, CHUNK).to(keys.dtype)
 
     padded = (lane * chunks + chunk) * CHUNK + at
     tl.store(decays + padded, decay)
-    tl.store(u + padded[:, None] * DV + v, tl.dot(inverse.to(values.dtype), values).to(values.dtype))
-    inverse *= tl.exp(decay)[None, :]
-    tl.store(w + padded[:, None] * DK + k, tl.dot(inverse.to(keys.dtype), keys).to(keys.dtype))
+    tl.store(u + padded[:, None] * DV + v, tl.dot(inverse, values).to(values.dtype))
+    tl.store(w + padded[:, None] * DK + k, tl.dot(inverse, keys).to(keys.dtype))
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
@@ -202,7 +225,8 @@ def launch(
     u = value.new_empty(rows, heads, chunks * CHUNK, value_dim)
     decays = value.new_empty(rows, heads, chunks * CHUNK, dtype=torch.float32)
     shape = {"HK": key_heads, "HV": heads, "DK": key_dim, "DV": value_dim, "CHUNK": CHUNK}
-    many = rows * heads * value_dim >= MANY_PROGRAMS * WIDE[0]
+    # Of states less wide than WIDE, too, ptxas would lose an address in programs of one stage.
+    many = value_dim >= WIDE[0] and rows * heads * value_dim >= MANY_PROGRAMS * WIDE[0]
     block_v, stages = WIDE if many else NARROW
     block_v = min(value_dim, block_v)
     with torch.cuda.device_of(query):  # Triton launches on the current device
@@ -224,6 +248,7 @@ def launch(
             a.stride(1),
             **shape,
             num_warps=PREPARE_WARPS,
+            maxnreg=PREPARE_REGISTERS,
             **pdl(query),
         )
         gdn_carry_kernel[(value_dim // block_v, rows * heads)](

@@ -6,7 +6,15 @@
 import pytest
 import torch
 from decode_cases import same_bits
-from gdn_chunks_cases import REAL, Heads, arguments_of, assert_near, oracle
+from gdn_chunks_cases import (
+    REAL,
+    Heads,
+    arguments_of,
+    as_training_rounds,
+    assert_near,
+    assert_same_roundings,
+    oracle,
+)
 from glue_cases import moved, poisoned_outputs
 
 from deepspeed_hybrid.ops.gdn_chunks import CHUNK_DTYPES, HEAD_DIMS, gdn_chunks
@@ -40,8 +48,21 @@ def test_a_models_sizes(dtype, rows, tokens, first):
 
 @pytest.mark.parametrize("value_dim", HEAD_DIMS)
 @pytest.mark.parametrize("key_dim", HEAD_DIMS)
-def test_other_heads(key_dim, value_dim):
-    run(arguments_of(Heads(1, 3, key_dim, value_dim), 2, 130, dtype=torch.bfloat16))
+def test_other_heads(key_dim, value_dim, monkeypatch):
+    """In programs of few columns, and of many as where there are many programs: each is compiled by itself."""
+    from deepspeed_hybrid.ops.triton import gdn_chunks as kernels
+
+    for enough in (kernels.MANY_PROGRAMS, 0):
+        monkeypatch.setattr(kernels, "MANY_PROGRAMS", enough)
+        run(arguments_of(Heads(1, 3, key_dim, value_dim), 2, 130, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("heads", [REAL, Heads(2, 4, 64, 64), SMALL], ids=lambda heads: "-".join(map(str, heads)))
+@pytest.mark.parametrize("dtype", CHUNK_DTYPES, ids=str)
+def test_roundings_are_those_of_the_training_forward(dtype, heads):
+    arguments = arguments_of(heads, 2, 130, dtype=dtype, first=True)
+    expected, _ = as_training_rounds(**arguments)
+    assert_same_roundings(gdn_chunks(**moved(arguments, "cuda")), expected)
 
 
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float16], ids=str)
