@@ -4,8 +4,9 @@
 """What does a long context cost in a decode step, and what does room for one cost where rows are short?
 
 First the first call of the process, captures included, of 1 row of 128 + 64 tokens. Then a row for each number of
-rows and each context: one prompt is shared by all rows, and "ms_decode_step" is the difference between calls of
-``--new`` tokens and of one. "limit_ms" is what weights, state and the valid keys and values take at ``READ_RATE``.
+rows and each context: one prompt is shared by all rows, and "ms_decode_step" is the mean of the decode steps of a
+call of ``--new`` tokens, by the device's clock. "limit_ms" is what weights, state and the valid keys and values take
+at ``READ_RATE``.
 Last, rows of ``--short`` tokens in buffers of their own size, and in those that the longest contexts have left.
 
     python experiments/bench_contexts.py --out contexts.json
@@ -20,10 +21,12 @@ from torch import nn
 
 from deepspeed_hybrid import HybridEngineRollout, HybridEngineRolloutConfig, SamplingConfig
 from deepspeed_hybrid.tools import results
-from deepspeed_hybrid.tools.bench import random_request, repeats, seconds_of, step_bytes
+from deepspeed_hybrid.tools.bench import random_request, repeats, step_bytes
 from deepspeed_hybrid.tools.models import PRESETS, build_model, load_config
 from deepspeed_hybrid.tools.process import quiet
+from deepspeed_hybrid.tools.step_marks import StepMarks
 
+SKIPPED = 2  # steps before the first that counts
 READ_RATE = 4.5e12  # bytes a second: what an H200 reads at most
 
 
@@ -32,17 +35,18 @@ def rollout_over(model: nn.Module) -> HybridEngineRollout:
     return HybridEngineRollout(SimpleNamespace(module=model), tokenizer, HybridEngineRolloutConfig())
 
 
-def decode_ms(rollout: HybridEngineRollout, rows: int, context: int, new: int, runs: int) -> float:
-    """Of a step, by the best of ``runs`` differences between calls of ``new`` tokens and of one."""
+def decode_ms(rollout: HybridEngineRollout, marks: StepMarks, rows: int, context: int, new: int, runs: int) -> float:
+    """Of a step: the least mean over the steps of a call, of ``runs`` of them."""
     request = random_request(1, context, rollout.engine.module, seed=1)
-    whole, one = (
-        SamplingConfig(max_new_tokens=tokens, temperature=0.0, n_samples_per_prompt=rows) for tokens in (new, 1)
-    )
-    if not repeats(rollout, request, whole):
+    sampling = SamplingConfig(max_new_tokens=new, temperature=0.0, n_samples_per_prompt=rows)
+    if not repeats(rollout, request, sampling):
         raise SystemExit(f"{rows} rows of {context} tokens: two calls gave different tokens")
-    seconds_of(rollout, request, one)
-    differences = [seconds_of(rollout, request, whole) - seconds_of(rollout, request, one) for _ in range(runs)]
-    return 1000 * min(differences) / (new - 1)
+    means = []
+    for _ in range(runs):
+        marks.clear()
+        rollout.generate(request, sampling)
+        means.append(marks.mean_ms(SKIPPED))
+    return min(means)
 
 
 def main() -> None:
@@ -76,13 +80,14 @@ def main() -> None:
     short: dict[int, float] = {}
     for batch in options.batches:
         rollout = rollout_over(model)
-        short[batch] = decode_ms(rollout, batch, options.short, options.new, options.runs)
+        marks = StepMarks(rollout)
+        short[batch] = decode_ms(rollout, marks, batch, options.short, options.new, options.runs)
         for context in options.contexts:
-            ms = decode_ms(rollout, batch, context, options.new, options.runs)
+            ms = decode_ms(rollout, marks, batch, context, options.new, options.runs)
             limit = 1000 * sizes.total(batch, context + options.new / 2) / READ_RATE
             figures = dict(ms_decode_step=round(ms, 4), limit_ms=round(limit, 4), over_limit=round(ms / limit, 3))
             add(what="context", rows=batch, tokens=context, **figures)
-        ms = decode_ms(rollout, batch, options.short, options.new, options.runs)
+        ms = decode_ms(rollout, marks, batch, options.short, options.new, options.runs)
         capacity = rollout._arena.cache.capacity
         figures = dict(ms_alone=round(short[batch], 4), ms=round(ms, 4), ratio=round(ms / short[batch], 3))
         add(what="short rows in long buffers", rows=batch, tokens=options.short, capacity=capacity, **figures)

@@ -20,7 +20,6 @@ controller does not change for less than a fiftieth.
 """
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,9 +39,9 @@ from deepspeed_hybrid.speculative.draft import DFlashDraft
 from deepspeed_hybrid.speculative.drafter import DFlashDrafter
 from deepspeed_hybrid.tools import results
 from deepspeed_hybrid.tools.bench import random_request
-from deepspeed_hybrid.tools.device import has_cuda
 from deepspeed_hybrid.tools.models import PRESETS, build_model, load_config
 from deepspeed_hybrid.tools.process import quiet
+from deepspeed_hybrid.tools.step_marks import StepMarks
 
 LONGEST = 16
 PUBLISHED = (5.97, 3.84)  # tokens a step in blocks of LONGEST
@@ -118,18 +117,6 @@ def forced(choose: Callable) -> Callable:
     return run
 
 
-def mark() -> torch.cuda.Event | float:
-    if not has_cuda():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def milliseconds(start, end) -> float:
-    return start.elapsed_time(end) if has_cuda() else 1000 * (end - start)
-
-
 class Measured:
     """A rollout whose steps leave marks.
 
@@ -144,20 +131,10 @@ class Measured:
         # Without a profile, which would wait for the device between steps.
         options = HybridEngineRolloutConfig(**settings)
         engine, tokenizer = SimpleNamespace(module=model), SimpleNamespace(pad_token_id=0, eos_token_id=None)
-        self.rollout, self.marks = HybridEngineRollout(engine, tokenizer, options), []
-        arena, begin = self.rollout._arena, self.rollout._arena.begin
+        self.rollout = HybridEngineRollout(engine, tokenizer, options)
+        self.marks = StepMarks(self.rollout)
+        arena = self.rollout._arena
         arena.choose = forced(arena.choose)
-
-        def begin_marked(plan) -> Callable[[], None]:
-            step = begin(plan)
-
-            def run() -> None:
-                step()
-                self.marks.append(mark())
-
-            return run
-
-        arena.begin = begin_marked
         if draft is not None:
             self.rollout._speculation.drafter = Scripted(self.rollout._speculation.drafter, rate)
 
@@ -174,12 +151,9 @@ class Measured:
         for _ in range(2):  # the first captures
             self.marks.clear()
             self.rollout.generate(request, sampling)
-        get_accelerator().synchronize()
-        marks = self.marks[SKIPPED : SKIPPED + steps]
-        times = [milliseconds(*pair) for pair in zip(marks, marks[1:], strict=False)]
         speculation = self.rollout._speculation
         tokens_step = 1.0 if speculation is None else speculation.stats.summary()["tokens_per_step"]
-        return statistics.median(times), tokens_step
+        return self.marks.mean_ms(SKIPPED, steps), tokens_step
 
     def settles(self, request, batch: int, lengths: tuple[int, ...]) -> int:
         """The length on which a controller settles that has seen nothing yet."""
