@@ -70,6 +70,8 @@ OPS: dict[str, tuple[Callable, Callable]] = {
     "truncate_scores": (truncate_scores, truncate_scores_reference),
 }
 
+PRODUCTS = {"few_rows_linear": few_rows, "warpgroup_linear": warpgroup}
+
 
 @dataclass
 class Paths:
@@ -187,12 +189,8 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
     may_move = zero_stage(engine) == 0
     ops = {name: _op(name, op, reference, device, cfg, off) for name, (op, reference) in OPS.items()}
     chain = chain_ops(device, cfg.segki_backend, cfg.batch_invariant, cfg.train_consistent)
-    if device.type == "cuda" and isinstance(chain, DecodeOps) and not cfg.train_consistent:
-        ours = {"few_rows_linear": few_rows, "warpgroup_linear": warpgroup, "gdn_streamed": gdn_streamed}
-        for name, of_card in ours.items():
-            obstacle = of_card.obstacle(device.index)
-            if obstacle:
-                off[f"{name} op"] = obstacle
+    if device.type == "cuda" and isinstance(chain, DecodeOps):
+        off |= _ops_off(device.index, chain, cfg.train_consistent)
     if fused_kinds is not None and isinstance(chain, str):
         if cfg.segki_backend == "triton":
             raise RuntimeError(f"segki_backend='triton' cannot be honoured: {chain}")
@@ -313,6 +311,14 @@ def chain_ops(
         deferred = partial(gdn_deferred, rounded_heads=True)
     gdn = partial(gdn_decode, rounded_heads=True), partial(gdn_heads, rounded_heads=True), gdn_block, gdn_commit
     return DecodeOps(fused_linear.normed_rows, *products, shared, *gdn, *rest, gdn_deferred=deferred)
+
+
+def _ops_off(index: int, chain: DecodeOps, train_consistent: bool) -> dict[str, str]:
+    """Why ops of a chain that are for some cards alone are not for this one."""
+    ours = {} if chain.gdn_deferred is None else {"gdn_streamed op": gdn_streamed.obstacle(index)}
+    if not train_consistent:
+        ours |= {f"{name} op": op.obstacle(index) for name, op in PRODUCTS.items()}
+    return {name: obstacle for name, obstacle in ours.items() if obstacle}
 
 
 def _reference_ops(batch_invariant: bool) -> DecodeOps:

@@ -12,9 +12,8 @@
 // of tokens is full, they are added to the state as it passes by, and it is written.
 //
 // The memory is what is to be busy. Whatever a turn reads comes a turn ahead: while states stream,
-// a load that waits for its address takes two microseconds. And two such blocks, or one and a
-// product's, fit on a multiprocessor, so that one kernel's first states come during the end of
-// another.
+// a load that waits for its address takes two microseconds. And a block fits on a multiprocessor
+// beside a product's, so that its first states come during the end of the kernel ahead.
 
 #include <algorithm>
 
@@ -34,6 +33,8 @@ struct Shared {
     Inbox inboxes[kGroups];
     Scratch scratch[kGroups];
 };
+
+static_assert(sizeof(Shared) <= 113 * 1024, "no room beside a product's block");
 
 // What a turn is about, loaded a turn ahead.
 struct Ahead {
@@ -163,6 +164,7 @@ struct Kept {
         for (int run = 0; run < kRuns; ++run) {
             beside.keys[thread / kParts][run * kParts + thread % kParts] = key[run];
         }
+        hand_over();
         meet_group(group);
     }
 };
@@ -254,10 +256,7 @@ __device__ __forceinline__ void take(const GdnStreamedArguments& args, Inbox& in
             write_rows<Element>(inbox.beside, kept.of_state, row, column, rows,
                                 reinterpret_cast<float4*>(state + row * kDim + column));
         });
-    if (full) {
-        hand_over();
-        give_back(inbox.beside_empty);
-    }
+    if (full) give_back(inbox.beside_empty);
 
     float known = 0.0f, answer = 0.0f;
 #pragma unroll

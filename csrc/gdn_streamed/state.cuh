@@ -13,11 +13,11 @@ namespace ds_hybrid {
 constexpr int kWarpRows = kStageRows / kGroupWarps;  // of a stage
 
 // Of one group.
-struct Scratch {
+struct alignas(16) Scratch {
     float2 key_query[kDim];
     float with_key[kPlaces], with_query[kPlaces], left[kPlaces];  // of kept tokens, by age
     float squares[2][kGroupWarps], norm[kGroupWarps];
-    float sums[2][kGroupWarps][kDim];  // of the state's products with key and query
+    alignas(16) float sums[2][kGroupWarps][kDim];  // of the state's products with key and query
 };
 
 // A warp's rows of a stage, a lane's four columns of them, with what tokens have written. Deltas

@@ -104,7 +104,7 @@ class Arena:
         speculation: StepMaker | None = None,
         least: Callable[[int], int] = int,
         sums: SharedSum | None = None,
-        many_rows: Callable[[], int | None] = lambda: None,
+        many_rows: Callable[[torch.dtype], int | None] = lambda state_dtype: None,
     ):
         self.model, self.device, self.state_dtype = model, device, state_dtype
         self.graphs, self.masked = graphs, masked
@@ -189,7 +189,7 @@ class Arena:
 
     def _defers(self, rows: int) -> bool:
         """Whether steps of so many rows leave tokens beside recurrent states."""
-        many = self.many_rows()
+        many = self.many_rows(self.state_dtype)
         return many is not None and self.speculation is None and rows >= many
 
     def _logits_bytes(self, lanes: int, kind: SamplingKind) -> int:

@@ -195,9 +195,9 @@ def gdn_deferred(
     """One token of every row, like :func:`deepspeed_hybrid.ops.gdn_decode.gdn_decode`, with states written late.
 
     On CUDA this is one launch of :mod:`deepspeed_hybrid.ops.gdn_streamed` for layers that it takes, and three of
-    Triton's kernels for others, without a host sync. The state may be read ahead of the end of the kernel before, and
-    must not be of that kernel's making. A row's bits are the same in any batch. On a CPU it is
-    :func:`gdn_deferred_reference`. There is no gradient.
+    Triton's kernels for others, without a host sync. Window, state and conv_weight may be read ahead of the end of the
+    kernels before: nothing since the last launch that lets no successor start early may have written to them. A row's
+    bits are the same in any batch. On a CPU it is :func:`gdn_deferred_reference`. There is no gradient.
 
     Args:
         projected, window, conv_weight, conv_bias, A_log, dt_bias, norm_weight, eps, key_heads, rounded_heads: as of

@@ -4,8 +4,9 @@
 """gdn_deferred in one launch, by the CUDA op gdn_streamed: which layers it takes, and the call.
 
 Conv, gates, delta rule and norm of a row and head are one turn of four warps, while the copy engine reads the states
-ahead. It asks for the first of them before the kernel ahead of it has ended, which must not write there and let its
-successor start.
+ahead. It asks for the first states, windows and taps before the kernel ahead of it has ended. Kernels that let their
+successors start may stand in a row, so that nothing since the last plain launch may have written to any of them: a
+step, which has each layer once, begins with one.
 """
 
 import functools
@@ -36,20 +37,24 @@ def takes(
     """Whether the op computes such a layer on this card; arguments as of gdn_deferred, of the sizes named."""
     dtype = projected.dtype
     return (
-        suits(sizes.key_dim, sizes.value_dim, sizes.conv_kernel, dtype, projected.device)
-        and conv_bias is None
+        suits(sizes, dtype, state.dtype, conv_bias is not None, projected.device)
         and conv_weight.dtype == keys.dtype == dtype
-        and state.dtype == torch.float32
         and all(weight.dtype in (dtype, torch.float32) for weight in (A_log, dt_bias, norm_weight))
         and not projected.stride(0) % 8
         and not any(part.data_ptr() % 16 for part in (projected, window, conv_weight, state, keys, deltas, decays))
     )
 
 
-def suits(key_dim: int, value_dim: int, taps: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether it would, for all that is known before a tensor is there."""
-    of_heads = key_dim == value_dim == DIM and taps == TAPS and dtype in DTYPES
-    return of_heads and device.type == "cuda" and _capable(device.index)
+def suits(sizes: GdnSizes, dtype: torch.dtype, state_dtype: torch.dtype, biased: bool, device: torch.device) -> bool:
+    """Whether it would, for all that is known of a layer before its tensors are there."""
+    return (
+        device.type == "cuda"
+        and (sizes.key_dim, sizes.value_dim, sizes.conv_kernel) == (DIM, DIM, TAPS)
+        and dtype in DTYPES
+        and state_dtype == torch.float32
+        and not biased
+        and _capable(device.index)
+    )
 
 
 @functools.cache

@@ -37,7 +37,7 @@ def test_tokens_are_the_same(temperature, slots, graphs):
     rollout = rollout_of(model, use_graph_capture=graphs)
     for many in (1, None, 1):
         rollout._arena.release()
-        rollout._arena.many_rows = lambda many=many: many
+        rollout._arena.many_rows = lambda state_dtype, many=many: many
         for _ in range(2):
             batch = rollout.generate(request, sampling)
             assert torch.equal(batch.input_ids, expected.input_ids)

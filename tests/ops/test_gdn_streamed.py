@@ -11,6 +11,8 @@ from gdn_decode_cases import Shape
 from gdn_deferred_cases import aligned, deferred_block
 
 from deepspeed_hybrid.ops import gdn_deferred, gdn_streamed
+from deepspeed_hybrid.ops.gdn_decode import GdnSizes
+from deepspeed_hybrid.segments import injection
 
 SHAPE = Shape(1, 2, 128, 128)
 
@@ -98,7 +100,37 @@ def test_which_machines(major, shared, build, said, monkeypatch):
     monkeypatch.setattr(gdn_streamed, "op_obstacle", lambda name: build)
     assert gdn_streamed.obstacle(0) == said
     gdn_streamed._capable.cache_clear()
-    heads = 128, 128, 4, torch.bfloat16
-    assert gdn_streamed.suits(*heads, torch.device("cuda", 0)) is (said is None)
-    assert not gdn_streamed.suits(*heads, torch.device("cpu"))
+    layer = GdnSizes(1, 2, 128, 128, 4), torch.bfloat16, torch.float32, False
+    assert gdn_streamed.suits(*layer, torch.device("cuda", 0)) is (said is None)
+    assert not gdn_streamed.suits(*layer, torch.device("cpu"))
     gdn_streamed._capable.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "options, state_dtype, many",
+    [
+        ({}, torch.float32, 8 * 32 // 4),
+        ({}, torch.bfloat16, 24 * 32 // 4),
+        ({"bias": True}, torch.float32, 24 * 32 // 4),
+        ({"shape": Shape(2, 4, 64, 128)}, torch.float32, 24 * 32 // 4),
+        ({"shape": Shape(2, 2, 128, 128)}, torch.float32, 24 * 32 // 2),  # 4 gates: no whole 16 bytes
+    ],
+    ids=str,
+)
+def test_from_how_many_rows_on(options, state_dtype, many, monkeypatch):
+    """As soon as it is of use, where it takes what will be there."""
+    monkeypatch.setattr(gdn_streamed, "_capable", lambda index: True)
+    shape = options.get("shape", Shape(2, 4, 128, 128))
+    weight, bias = torch.zeros(shape.channels, 1, 4, dtype=torch.bfloat16), torch.zeros(shape.channels)
+    conv = SimpleNamespace(
+        weight=Elsewhere(weight, torch.device("cuda", 0)), bias=bias if options.get("bias") else None
+    )
+    layer = SimpleNamespace(
+        num_k_heads=shape.key_heads,
+        num_v_heads=shape.value_heads,
+        head_k_dim=shape.key_dim,
+        head_v_dim=shape.value_dim,
+        conv_kernel_size=4,
+        conv1d=conv,
+    )
+    assert injection._many_rows(layer, state_dtype) == many

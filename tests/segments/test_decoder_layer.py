@@ -196,19 +196,19 @@ def test_states_are_written_at_once_where_memory_is_short(late):
 
 
 def test_only_chained_recurrent_layers_ask_for_room():
-    assert deferring(rollout_of(tiny_model()), 2)._injection.many_rows is not None
-    assert deferring(rollout_of(tiny_model("qwen3")), 2)._injection.many_rows is None
+    assert deferring(rollout_of(tiny_model()), 2)._injection.many_rows(torch.float32) is not None
+    assert deferring(rollout_of(tiny_model("qwen3")), 2)._injection.many_rows(torch.float32) is None
     model = tiny_model()
     for layer in text_model(model).layers:
         layer.register_forward_hook(lambda module, args, output: output)
-    assert deferring(rollout_of(model), 2)._injection.many_rows is None
+    assert deferring(rollout_of(model), 2)._injection.many_rows(torch.float32) is None
 
 
 def deferring(rollout, many: int):
     """Let states be written late from so many rows on."""
     rollout._injection.chain = replace(rollout._injection.chain, gdn_deferred=gdn_deferred)
     rollout._injection.follow()
-    rollout._arena.many_rows = lambda: many
+    rollout._arena.many_rows = lambda state_dtype: many
     return rollout
 
 
