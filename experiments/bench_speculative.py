@@ -155,8 +155,8 @@ class Measured:
         tokens_step = 1.0 if speculation is None else speculation.stats.summary()["tokens_per_step"]
         return self.marks.mean_ms(SKIPPED, steps), tokens_step
 
-    def settles(self, request, batch: int, lengths: tuple[int, ...]) -> int:
-        """The length on which a controller settles that has seen nothing yet."""
+    def settles(self, request, batch: int, lengths: tuple[int, ...]) -> tuple[int, dict[int, float]]:
+        """The length on which a controller settles that has seen nothing yet, and ms of a step as it has found them."""
         controller = self.rollout._speculation.controller = PayingBlock(lengths)
         sampling = SamplingConfig(max_new_tokens=SETTLING, temperature=0.0, n_samples_per_prompt=batch)
         start = self.rollout._speculation.drafter.start
@@ -164,7 +164,8 @@ class Measured:
             start.fill_(977 * call)
             self.rollout.generate(request, sampling)
         start.zero_()
-        return controller.settled(batch)
+        found = {length: round(1000 * controller.seconds[batch, length], 3) for length in lengths}
+        return controller.settled(batch), found
 
 
 def row_of(batch: int, block: int, ms: float, plain: float, tokens: float) -> dict:
@@ -238,9 +239,14 @@ def main() -> None:
             add(row_of(batch, block, ms, usual, tokens))
         speed = {row["block"]: row[f"tok_s_{PUBLISHED[0]}"] for row in rows if row["batch"] == batch}
         best = max(speed, key=speed.__getitem__)
-        chosen = speculative.settles(request, batch, (1, *options.blocks))
-        rows[-1] |= {"chosen": chosen, "best": best, "of_best": round(speed[chosen] / speed[best], 3)}
-        print(f"the controller chooses {chosen}, the fastest is {best}", flush=True)
+        chosen, found = speculative.settles(request, batch, (1, *options.blocks))
+        rows[-1] |= {
+            "chosen": chosen,
+            "best": best,
+            "of_best": round(speed[chosen] / speed[best], 3),
+            "found_ms": found,
+        }
+        print(f"the controller chooses {chosen}, the fastest is {best}; it found {found} ms", flush=True)
         write()
         speculative.rollout.release_memory()
     print(f"{time.perf_counter() - start:.0f} s")

@@ -81,10 +81,10 @@ class PayingBlock:
     running mean, and what was right at each place, given those before it, into counts of the last drafts: a period of
     one lane has eight at the first place and hardly any at the last, which say little by themselves. Each length is
     tried once, those that then are close to the best one a few times more, and later the best of the others now and
-    then, rarely any; where plain steps are best, that is speculation switched off. The first step of a length, which
-    compiles kernels and is captured, and periods with something else in them do not count. The host looks at the
-    device's counts, and so waits for it, at the end of a period, and behind the first step of one that did not follow
-    another at once: what was queued before it is not the steps'.
+    then, rarely any; where plain steps are best, that is speculation switched off. The first step of a length,
+    which compiles kernels and is captured, and of each period behind one of another length, and periods with something
+    else in them do not count. The host looks at the device's counts, and so waits for it, at the end of a period, and
+    behind the first step of one that did not follow its like at once: what was queued before it is not the steps'.
 
     Times differ from run to run, so lengths do, and with them the last bits of logprobs; tokens do not.
 
@@ -105,6 +105,8 @@ class PayingBlock:
         self._tried: dict[tuple[int, int], None] = {}  # of (lanes, length), the latest last
         self._probes = 0
         self._spoiled = 0  # periods in a row whose time was not taken
+        self._current: tuple[int, int] | None = None  # lanes and length of this period
+        self._before: tuple[int, int] | None = None  # and of the last one
         self.begin()
 
     def begin(self) -> None:
@@ -113,7 +115,7 @@ class PayingBlock:
         self._end_period(idle=False)
 
     def _end_period(self, idle: bool) -> None:
-        self._current: tuple[int, int] | None = None
+        self._before, self._current = self._current or self._before, None
         self._steps = self._unmeasured = 0
         self._disturbed = False
         self._idle = idle  # the device has nothing left to do
@@ -130,7 +132,7 @@ class PayingBlock:
 
     def record(self, lanes: int, tokens: int, reached: torch.Tensor) -> None:
         self._steps += 1
-        if self._steps == 1 and not (self._idle and (lanes, tokens) in self.seconds):
+        if self._steps == 1 and not (self._idle and self._before == (lanes, tokens)):
             reached.tolist()  # waits for the device
             self._start, self._unmeasured, self._disturbed = self.clock(), 1, False
         if self._steps == PERIOD:

@@ -174,6 +174,46 @@ def test_what_was_queued_before_steps_is_not_measured():
     assert machine.controller.seconds == pytest.approx(known)
 
 
+def test_a_change_of_length_is_not_measured():
+    """A graph that has not run for a while takes longer to begin."""
+    machine = Machine(TABLES["long ones cost"], GOOD)
+    for _ in range(PERIOD * PROBE_PERIODS * 4):
+        before = machine.used[-1:]
+        tokens = machine.controller.tokens(machine.lanes)
+        machine.now += 5.0 * (before != [tokens])
+        machine.run(1)
+    known = {length: machine.controller.seconds[4, length] for length in LENGTHS}
+    assert known == pytest.approx(machine.times)
+
+
+def test_within_one_length_every_step_is_measured():
+    machine = Machine(TABLES["long ones cost"], GOOD)
+    settle(machine)
+    machine.run(-len(machine.used) % PERIOD)
+    start, waits = machine.now, []
+    counts = machine.reached[machine.best()]
+    machine.reached[machine.best()] = Watched(counts, waits)
+    machine.run(3 * PERIOD)
+    assert machine.now > start and len(waits) == 3  # at the end of each
+
+
+class Watched:
+    """Counts that say when the host looks at them."""
+
+    def __init__(self, counts: torch.Tensor, waits: list):
+        self.counts, self.waits = counts, waits
+
+    def __getitem__(self, place):
+        return self.counts[place]
+
+    def __setitem__(self, place, value) -> None:
+        self.counts[place] = value
+
+    def tolist(self) -> list[int]:
+        self.waits.append(1)
+        return self.counts.tolist()
+
+
 def test_a_longer_time_is_believed_slowly_and_a_shorter_one_at_once():
     machine = Machine(TABLES["blocks are almost free"], GOOD)
     machine.run(PERIOD * len(LENGTHS))
