@@ -156,7 +156,7 @@ class Measured:
         return self.marks.mean_ms(SKIPPED, steps), tokens_step
 
     def settles(self, request, batch: int, lengths: tuple[int, ...]) -> tuple[int, dict[int, float]]:
-        """The length on which a controller settles that has seen nothing yet, and ms of a step as it has found them."""
+        """The length on which a controller settles that has seen nothing yet, and ms of steps as it finds them."""
         controller = self.rollout._speculation.controller = PayingBlock(lengths)
         sampling = SamplingConfig(max_new_tokens=SETTLING, temperature=0.0, n_samples_per_prompt=batch)
         start = self.rollout._speculation.drafter.start
