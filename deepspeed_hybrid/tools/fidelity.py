@@ -74,7 +74,8 @@ def fidelity(
         out, plot: files to write, or None.
 
     Returns:
-        1 if in half precision our mean abs difference is above that of transformers' decode, else 0.
+        1 if in half precision our mean abs difference is above that of transformers' decode by more than two standard
+        errors, else 0.
 
     Raises:
         ValueError: an argument that names no model or does not go with another, or a file of another form.
@@ -96,10 +97,13 @@ def fidelity(
         one.engine: (one.logprobs, training, oracle_logprobs(model, one, temperature)) for one, training in answers
     }
     known = logprobs[said.engine][1:]
+    error = 0.0
     if by_decode is not None:
         logprobs[DECODE] = (by_decode, *known)
+        error = standard_error(said, by_decode, known[0])
     logprobs[TRAINING] = (known[0], *known)
     found = [path_row(path, *values) for path, values in logprobs.items()]
+    found = [row | {"standard_error": error} if row["path"] == DECODE else row for row in found]
 
     print("  ".join(HEADINGS.values()))
     for row in found:
@@ -212,15 +216,29 @@ def path_row(path: str, own: torch.Tensor, training: torch.Tensor, oracle: torch
     }
 
 
+def standard_error(said: Said, by_decode: torch.Tensor, training: torch.Tensor) -> float:
+    """Of the difference between the mean abs differences of what was said, and of transformers' decode of the same
+    tokens, to the training forward. Rows count as one observation each, for their tokens share a state; of a single
+    row nothing is known, and the result is 0."""
+    lengths = [len(tokens) for tokens in said.tokens]
+    if len(lengths) < 2:
+        return 0.0
+    further = (said.logprobs - training).abs() - (by_decode - training).abs()
+    sums = torch.stack([row.sum() for row in (further - further.mean()).split(lengths)])
+    return float((sums.square().sum() * len(lengths) / (len(lengths) - 1)).sqrt() / len(further))
+
+
 def verdict(rows: list[dict], dtype: torch.dtype) -> int:
     """The exit code. In fp32 both differences are a few roundings, of which neither has to be the smaller."""
-    means = {row["path"]: row["mean_abs"] for row in rows}
-    if DECODE not in means:
+    by_path = {row["path"]: row for row in rows}
+    if DECODE not in by_path:
         return 0
-    ours, other = next(means[path] for path in PATHS.values() if path in means), means[DECODE]
-    compared = "at most" if ours <= other else "above"
+    ours = next(by_path[path]["mean_abs"] for path in PATHS.values() if path in by_path)
+    other, error = by_path[DECODE]["mean_abs"], by_path[DECODE]["standard_error"]
+    compared = "at most" if ours <= other else "above" if ours > other + 2 * error else "level with"
     print(f"mean abs difference to the training forward: {ours:.3g}, {compared} that of {DECODE}, {other:.3g}")
-    return int(dtype != torch.float32 and ours > other)
+    print(f"the standard error of how much one is above the other: {error:.2g}")
+    return int(dtype != torch.float32 and compared == "above")
 
 
 def _line(row: dict) -> str:

@@ -15,7 +15,7 @@ from models import solo, tiny_model
 
 from deepspeed_hybrid.cli import main
 from deepspeed_hybrid.tools import scoring, text_model
-from deepspeed_hybrid.tools.fidelity import DECODE, OURS, PLAIN, TRAINING, path_row, verdict
+from deepspeed_hybrid.tools.fidelity import DECODE, OURS, PLAIN, TRAINING, path_row, standard_error, verdict
 from deepspeed_hybrid.tools.scoring import Said, decode_logprobs, decode_obstacle, forward_logprobs
 
 PNG = b"\x89PNG\r\n"
@@ -112,13 +112,34 @@ def test_figures_of_a_path():
 
 
 @pytest.mark.parametrize(
-    ("ours", "dtype", "code"),
-    [(1e-3, torch.bfloat16, 0), (2e-3, torch.bfloat16, 0), (2.1e-3, torch.bfloat16, 1), (2.1e-3, torch.float32, 0)],
+    ("ours", "error", "dtype", "said", "code"),
+    [
+        (1e-3, 0.0, torch.bfloat16, "at most", 0),
+        (2e-3, 0.0, torch.bfloat16, "at most", 0),
+        (2.1e-3, 0.0, torch.bfloat16, "above", 1),
+        (2.1e-3, 6e-5, torch.bfloat16, "level with", 0),
+        (2.1e-3, 4e-5, torch.bfloat16, "above", 1),
+        (2.1e-3, 4e-5, torch.float32, "above", 0),
+    ],
 )
-def test_verdict(ours, dtype, code, capsys):
-    rows = [{"path": OURS, "mean_abs": ours}, {"path": DECODE, "mean_abs": 2e-3}]
+def test_verdict(ours, error, dtype, said, code, capsys):
+    rows = [{"path": OURS, "mean_abs": ours}, {"path": DECODE, "mean_abs": 2e-3, "standard_error": error}]
     assert verdict(rows, dtype) == code
-    assert ("above" in capsys.readouterr().out) == (ours > 2e-3)
+    assert f"{said} that of {DECODE}" in capsys.readouterr().out
+
+
+def test_standard_error():
+    """That of many samples' mean, where tokens of a row go together; of one row there is none."""
+    generator = torch.Generator().manual_seed(0)
+    training, means = torch.zeros(64 * 8, dtype=torch.float64), []
+    for _ in range(400):
+        of_rows = torch.rand(64, 1, generator=generator, dtype=torch.float64).expand(64, 8).flatten()
+        said = Said("some", [[1]] * 64, [[1] * 8] * 64, of_rows)
+        means.append(float(of_rows.mean()))
+        found = standard_error(said, training, training)
+        assert found == pytest.approx((1 / 12 / 64) ** 0.5, rel=0.35)
+    assert found == pytest.approx(torch.tensor(means).std().item(), rel=0.2)
+    assert standard_error(Said("some", [[1]], [[1] * 512], of_rows), training, training) == 0.0
 
 
 def test_half_precision_is_seen(tmp_path):

@@ -17,6 +17,8 @@ FEW_PROGRAMS, MANY_PROGRAMS = 132, 3 * 132
 MANY_BLOCKS = 5
 # Of a block of threads, where four blocks of keys and values are to be under way.
 DEEP_SHARED_BYTES = 160 * 1024
+# Values of splits that a program of the second kernel has in its registers.
+MOST_COMBINED = 4096
 # The tensor cores' smallest tile.
 MIN_TILE = 16
 
@@ -202,13 +204,15 @@ def _combine(
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLIT_TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Merge the splits of one query head of one row, in their order, and apply its gate."""
+    """Merge the splits of one query head of one row, for BLOCK_D of its dimensions, and apply its gate.
+
+    Everything is asked for at once: there is little of it, and each wait is a microsecond.
+    """
     announce(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    dims = tl.arange(0, BLOCK_D)
+    dims = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     entry = row * tl.num_programs(1) + head
     result = out + entry * D + dims
     if tl.load(parked + row):
@@ -225,17 +229,14 @@ def _combine(
     if GATED:
         gate = tl.load(projected + row * projected_stride + (2 * head + 1) * D + dims, mask=dims < D, other=0.0)
     index = tl.arange(0, SPLIT_TILE)
-    peak = tl.load(peaks + index, mask=index < active, other=float("-inf"))
-    highest = tl.max(peak, axis=0)
-    total = tl.sum(tl.exp2(peak - highest) * tl.load(totals + index, mask=index < active, other=0.0), axis=0)
-    mixed = tl.zeros([BLOCK_D], tl.float32)
-    for start in range(0, active, CHUNK):
-        part = start + tl.arange(0, CHUNK)
-        mask = (part < active)[:, None] & (dims < D)[None, :]
-        weight = tl.exp2(tl.load(peaks + part, mask=part < active, other=float("-inf")) - highest)
-        mixed += tl.sum(
-            weight[:, None] * tl.load(partial + part[:, None] * D + dims[None, :], mask, other=0.0), axis=0
-        )
+    is_active = index < active
+    peak = tl.load(peaks + index, mask=is_active, other=float("-inf"))
+    totals = tl.load(totals + index, mask=is_active, other=0.0)
+    part_mask = is_active[:, None] & (dims < D)[None, :]
+    parts = tl.load(partial + index[:, None] * D + dims[None, :], mask=part_mask, other=0.0)
+    weight = tl.exp2(peak - tl.max(peak, axis=0))
+    total = tl.sum(weight * totals, axis=0)
+    mixed = tl.sum(weight[:, None] * parts, axis=0)
     mixed /= total
     if GATED:
         mixed = rounded(mixed, gate.dtype) * rounded(tl.sigmoid(gate.to(tl.float32)), gate.dtype)
@@ -346,7 +347,9 @@ def launch(
             **pdl(projected),
         )
         if not direct:
-            _combine[(rows, query_heads)](
+            split_tile = triton.next_power_of_2(splits)
+            part_d = min(block_d, max(MIN_TILE, MOST_COMBINED // split_tile))
+            _combine[(rows, query_heads, block_d // part_d)](
                 projected,
                 position,
                 parked,
@@ -358,10 +361,9 @@ def launch(
                 splits,
                 D=head_dim,
                 GATED=gated,
-                BLOCK_D=block_d,
+                BLOCK_D=part_d,
                 BLOCK=block,
-                SPLIT_TILE=triton.next_power_of_2(splits),
-                CHUNK=min(16, triton.next_power_of_2(splits)),
+                SPLIT_TILE=split_tile,
                 num_warps=4,
                 **pdl(projected),
             )
