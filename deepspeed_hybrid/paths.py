@@ -18,50 +18,21 @@ from deepspeed_hybrid.compat import ModelCall, causal_model, gdn_kernels, layer_
 from deepspeed_hybrid.config import HybridEngineRolloutConfig
 from deepspeed_hybrid.generation.peers import Peers
 from deepspeed_hybrid.generation.prefill import TOKEN_BUDGET
-from deepspeed_hybrid.ops import few_rows, fused_linear, gdn_streamed, warpgroup
-from deepspeed_hybrid.ops.attention_block import attention_block, token_by_token
-from deepspeed_hybrid.ops.attention_decode import attention_decode, attention_decode_reference
-from deepspeed_hybrid.ops.batch_invariant import (
-    SPLITS,
-    attention_of_one_row,
-    embedded_rows_one_by_one,
-    normed_linear_in_groups,
-    residual_linear_in_groups,
-    rotary_tables_one_by_one,
-)
 from deepspeed_hybrid.ops.collectives import capture_obstacle
 from deepspeed_hybrid.ops.decode_step import decode_step, decode_step_reference
-from deepspeed_hybrid.ops.embedded_rows import embedded_rows, embedded_rows_reference
 from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves, fused_silu_mul_halves_reference
-from deepspeed_hybrid.ops.gated_heads import gated_heads
-from deepspeed_hybrid.ops.gated_norm import gated_norm
-from deepspeed_hybrid.ops.gdn_block import (
-    gdn_block,
-    gdn_block_reference,
-    gdn_commit,
-    gdn_commit_reference,
-)
-from deepspeed_hybrid.ops.gdn_chunks import gdn_chunks
-from deepspeed_hybrid.ops.gdn_conv import gdn_conv
-from deepspeed_hybrid.ops.gdn_decode import gdn_decode, gdn_decode_reference
-from deepspeed_hybrid.ops.gdn_deferred import gdn_deferred
 from deepspeed_hybrid.ops.gdn_gates import gdn_gates, gdn_gates_reference
-from deepspeed_hybrid.ops.gdn_heads import gdn_heads, gdn_heads_reference
-from deepspeed_hybrid.ops.keep_tokens import keep_tokens
-from deepspeed_hybrid.ops.loader import op_obstacle, triton_obstacle
-from deepspeed_hybrid.ops.prompt_heads import prompt_heads
-from deepspeed_hybrid.ops.rotary_tables import rotary_tables, rotary_tables_reference
+from deepspeed_hybrid.ops.loader import op_obstacle
 from deepspeed_hybrid.ops.sharded_choice import decode_step_on_shards
 from deepspeed_hybrid.ops.sharded_truncate import truncate_scores_on_shards
-from deepspeed_hybrid.ops.shared_sum import SharedSum
 from deepspeed_hybrid.ops.truncate_scores import truncate_scores, truncate_scores_reference
 from deepspeed_hybrid.segments.apply import refuse_kernelized
+from deepspeed_hybrid.segments.chains import chain_ops, ops_off, prompt_ops, triton_off
 from deepspeed_hybrid.segments.decoder_layer import DecodeOps
 from deepspeed_hybrid.segments.gathered import GatheredWeights, is_partitioned, partition_obstacle
 from deepspeed_hybrid.segments.gdn import check_scans
 from deepspeed_hybrid.segments.injection import HEAD, Injection
 from deepspeed_hybrid.segments.plan import Segment, plan_segments
-from deepspeed_hybrid.segments.prompts import MODELS_OWN, PromptOps
 
 OPS: dict[str, tuple[Callable, Callable]] = {
     "decode_step": (decode_step, decode_step_reference),
@@ -69,8 +40,6 @@ OPS: dict[str, tuple[Callable, Callable]] = {
     "gdn_gates": (gdn_gates, gdn_gates_reference),
     "truncate_scores": (truncate_scores, truncate_scores_reference),
 }
-
-PRODUCTS = {"few_rows_linear": few_rows, "warpgroup_linear": warpgroup}
 
 
 @dataclass
@@ -190,13 +159,13 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
     ops = {name: _op(name, op, reference, device, cfg, off) for name, (op, reference) in OPS.items()}
     chain = chain_ops(device, cfg.segki_backend, cfg.batch_invariant, cfg.train_consistent)
     if device.type == "cuda" and isinstance(chain, DecodeOps):
-        off |= _ops_off(device.index, chain, cfg.train_consistent)
+        off |= ops_off(device.index, chain, cfg.train_consistent)
     if fused_kinds is not None and isinstance(chain, str):
         if cfg.segki_backend == "triton":
             raise RuntimeError(f"segki_backend='triton' cannot be honoured: {chain}")
         off["decode chains"] = chain
     if call.shard is not None:
-        fused = device.type == "cuda" and _triton_off(cfg.segki_backend) is None
+        fused = device.type == "cuda" and triton_off(cfg.segki_backend) is None
         ops["decode_step"] = partial(decode_step_on_shards, call.shard, fused=fused)
         ops["truncate_scores"] = partial(truncate_scores_on_shards, call.shard)
     paths = Paths(
@@ -286,74 +255,6 @@ def backend_obstacle(backend: str, device: torch.device) -> str | None:
     if backend in ("cuda", "triton") and device.type != "cuda":
         return "there is no CUDA device"
     return None
-
-
-def chain_ops(
-    device: torch.device, backend: str, batch_invariant: bool = False, train_consistent: bool = False
-) -> DecodeOps | str:
-    """The ops of whole decoder layers in a decode step, Triton's on CUDA, or why there are none."""
-    if device.type != "cuda":
-        return _reference_ops(batch_invariant)
-    obstacle = _triton_off(backend)
-    if obstacle:
-        return obstacle
-    products: tuple[Callable, Callable] = fused_linear.normed_linear, fused_linear.residual_linear
-    if train_consistent:
-        products = fused_linear.normed_linear_by_library, fused_linear.residual_linear_by_library
-    if batch_invariant:
-        products = partial(normed_linear_in_groups, products[0]), partial(residual_linear_in_groups, products[1])
-    shared = SharedSum(products[0], fused_linear.normed_rows, direct=True)
-    attention = partial(attention_decode, splits=SPLITS) if batch_invariant else attention_decode
-    block = partial(token_by_token, attention) if batch_invariant else attention_block
-    rest = attention, block, embedded_rows, rotary_tables
-    deferred = None  # which is for many rows only
-    if not batch_invariant:
-        deferred = partial(gdn_deferred, rounded_heads=True)
-    gdn = partial(gdn_decode, rounded_heads=True), partial(gdn_heads, rounded_heads=True), gdn_block, gdn_commit
-    return DecodeOps(fused_linear.normed_rows, *products, shared, *gdn, *rest, gdn_deferred=deferred)
-
-
-def _ops_off(index: int, chain: DecodeOps, train_consistent: bool) -> dict[str, str]:
-    """Why ops of a chain that are for some cards alone are not for this one."""
-    ours = {} if chain.gdn_deferred is None else {"gdn_streamed op": gdn_streamed.obstacle(index)}
-    if not train_consistent:
-        ours |= {f"{name} op": op.obstacle(index) for name, op in PRODUCTS.items()}
-    return {name: obstacle for name, obstacle in ours.items() if obstacle}
-
-
-def _reference_ops(batch_invariant: bool) -> DecodeOps:
-    """In plain torch. To have a row's bits in any batch, rows go one by one: a speculative step has several a slot."""
-    products = fused_linear.normed_linear_reference, fused_linear.residual_linear_reference
-    gdn = gdn_decode_reference, gdn_heads_reference, gdn_block_reference, gdn_commit_reference
-    attention: Callable = attention_decode_reference
-    rest = embedded_rows_reference, rotary_tables_reference
-    if batch_invariant:
-        products = partial(normed_linear_in_groups, products[0]), partial(residual_linear_in_groups, products[1])
-        attention = partial(attention_of_one_row, attention)
-        rest = partial(embedded_rows_one_by_one, rest[0]), partial(rotary_tables_one_by_one, rest[1])
-    mixers = *gdn, attention, partial(token_by_token, attention)
-    norm = fused_linear.normed_rows_reference
-    return DecodeOps(norm, *products, SharedSum(products[0], norm), *mixers, *rest)
-
-
-def prompt_ops(device: torch.device, backend: str, off: dict[str, str]) -> PromptOps:
-    """Triton's on CUDA, where norms are made whole by their writers and products are the library's, as in training;
-    on a CPU the model's own code, for the very bits of it."""
-    if device.type != "cuda":
-        return MODELS_OWN
-    obstacle = _triton_off(backend)
-    if obstacle:
-        off["prompt ops"] = obstacle
-        return MODELS_OWN
-    attention = rotary_tables, prompt_heads, gated_heads, keep_tokens
-    products = fused_linear.normed_linear_by_library, fused_linear.residual_linear_by_library
-    shared = SharedSum(products[0], fused_linear.normed_rows)  # inboxes would be as large as prompts
-    return PromptOps(gdn_conv, gdn_chunks, fused_linear.normed_rows, gated_norm, *attention, *products, shared)
-
-
-def _triton_off(backend: str) -> str | None:
-    """Why the Triton ops are not used on a CUDA device, or None."""
-    return f"segki_backend is {backend!r}" if backend in ("cuda", "torch") else triton_obstacle()
 
 
 def segments_obstacle(segments: list[Segment]) -> str | None:

@@ -20,7 +20,7 @@ from models import tiny_model
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
-from deepspeed_hybrid import HybridEngineRolloutConfig, paths
+from deepspeed_hybrid import HybridEngineRolloutConfig
 from deepspeed_hybrid.ops import fused_linear
 from deepspeed_hybrid.ops.attention_decode import attention_decode_reference
 from deepspeed_hybrid.ops.fused_linear import (
@@ -35,6 +35,7 @@ from deepspeed_hybrid.ops.gated_norm import gated_norm_reference
 from deepspeed_hybrid.ops.gdn_conv import gdn_conv_reference
 from deepspeed_hybrid.ops.gdn_decode import gdn_decode_reference
 from deepspeed_hybrid.ops.prompt_heads import prompt_heads_reference
+from deepspeed_hybrid.segments import chains
 from deepspeed_hybrid.tools.fidelity import rolled_out
 from deepspeed_hybrid.tools.scoring import decode_logprobs, forward_logprobs
 
@@ -267,8 +268,8 @@ def test_a_product_behind_a_whole_norm_is_the_training_forwards():
 
 
 def test_train_consistent_takes_whole_norms_and_the_librarys_products(monkeypatch):
-    monkeypatch.setattr(paths, "triton_obstacle", lambda: None)
-    usual, trained = (paths.chain_ops(torch.device("cuda"), "auto", train_consistent=one) for one in (False, True))
+    monkeypatch.setattr(chains, "triton_obstacle", lambda: None)
+    usual, trained = (chains.chain_ops(torch.device("cuda"), "auto", train_consistent=one) for one in (False, True))
     assert (usual.normed_linear, usual.residual_linear) == (fused_linear.normed_linear, fused_linear.residual_linear)
     assert (trained.normed_linear, trained.residual_linear) == (normed_linear_by_library, residual_linear_by_library)
     assert all(ops.gdn.keywords == {"rounded_heads": True} for ops in (usual, trained))

@@ -33,7 +33,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
-from deepspeed_hybrid import HybridEngineRollout, paths
+from deepspeed_hybrid import HybridEngineRollout
 from deepspeed_hybrid.compat import text_model
 from deepspeed_hybrid.ops.fused_linear import (
     normed_linear_by_library,
@@ -48,6 +48,7 @@ from deepspeed_hybrid.ops.gdn_conv import gdn_conv, gdn_conv_reference
 from deepspeed_hybrid.ops.keep_tokens import keep_tokens
 from deepspeed_hybrid.ops.prompt_heads import prompt_heads, prompt_heads_reference
 from deepspeed_hybrid.ops.rotary_tables import rotary_tables
+from deepspeed_hybrid.segments import chains
 from deepspeed_hybrid.segments.apply import bound
 from deepspeed_hybrid.segments.injection import Injection
 from deepspeed_hybrid.segments.prompts import PromptOps, norm_binding
@@ -133,9 +134,9 @@ def test_a_cpu_runs_the_models_own():
 
 @pytest.mark.parametrize("backend", ["auto", "triton", "cuda", "torch"])
 def test_a_gpu_runs_tritons_or_says_why(backend, monkeypatch):
-    monkeypatch.setattr(paths, "triton_obstacle", lambda: None)
+    monkeypatch.setattr(chains, "triton_obstacle", lambda: None)
     off: dict[str, str] = {}
-    ops = paths.prompt_ops(torch.device("cuda"), backend, off)
+    ops = chains.prompt_ops(torch.device("cuda"), backend, off)
     if backend in ("auto", "triton"):
         attention = rotary_tables, prompt_heads, gated_heads, keep_tokens
         products = normed_linear_by_library, residual_linear_by_library
@@ -144,9 +145,9 @@ def test_a_gpu_runs_tritons_or_says_why(backend, monkeypatch):
         assert (ops.shared_sum.product, ops.shared_sum.norm) == (normed_linear_by_library, normed_rows)
     else:
         assert ops == PromptOps() and off == {"prompt ops": f"segki_backend is {backend!r}"}
-    monkeypatch.setattr(paths, "triton_obstacle", lambda: "Triton is not installed")
+    monkeypatch.setattr(chains, "triton_obstacle", lambda: "Triton is not installed")
     off.clear()
-    assert paths.prompt_ops(torch.device("cuda"), "auto", off) == PromptOps()
+    assert chains.prompt_ops(torch.device("cuda"), "auto", off) == PromptOps()
     assert off == {"prompt ops": "Triton is not installed"}
 
 

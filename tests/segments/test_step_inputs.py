@@ -15,13 +15,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from deepspeed_hybrid import HybridEngineRollout, RolloutRequest, SamplingConfig, paths
+from deepspeed_hybrid import HybridEngineRollout, RolloutRequest, SamplingConfig
 from deepspeed_hybrid.compat import text_model
 from deepspeed_hybrid.generation import arena as arena_module
 from deepspeed_hybrid.generation.step import decode_step
 from deepspeed_hybrid.ops.decode_step import decode_step as choose
 from deepspeed_hybrid.ops.embedded_rows import embedded_rows
 from deepspeed_hybrid.ops.rotary_tables import rotary_tables
+from deepspeed_hybrid.segments import chains
 from deepspeed_hybrid.segments.decoder_layer import PreparedNorm
 from deepspeed_hybrid.segments.injection import EMBEDDING, ROTARY
 from deepspeed_hybrid.segments.norm import rms_norm
@@ -53,8 +54,8 @@ class Launches(TorchDispatchMode):
 
 def with_gpu_ops(rollout: HybridEngineRollout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a rollout run the ops that a GPU would, each as one op, which on a CPU is its reference inside."""
-    monkeypatch.setattr(paths, "triton_obstacle", lambda: None)
-    rollout._injection.chain = paths.chain_ops(torch.device("cuda"), "auto")
+    monkeypatch.setattr(chains, "triton_obstacle", lambda: None)
+    rollout._injection.chain = chains.chain_ops(torch.device("cuda"), "auto")
     rollout._injection.follow()
     rollout._arena.choose = choose
 

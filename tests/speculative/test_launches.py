@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepspeed_hybrid import RolloutRequest, SamplingConfig, paths
 from deepspeed_hybrid.ops import fused_linear
 from deepspeed_hybrid.ops.shared_sum import SharedSum
+from deepspeed_hybrid.segments import chains
 from deepspeed_hybrid.segments.decoder_layer import DecodeOps
 from deepspeed_hybrid.speculative import speculation
 
@@ -51,11 +52,11 @@ class Watch(TorchDispatchMode):
 def ops(monkeypatch):
     """The ops themselves, which a CPU otherwise has as references: a dispatcher sees into these."""
     chain = fused_linear.normed_rows, fused_linear.normed_linear, fused_linear.residual_linear
-    gdn = paths.gdn_decode, paths.gdn_heads, paths.gdn_block, paths.gdn_commit
-    mixers = *gdn, paths.attention_decode, paths.attention_block
+    gdn = chains.gdn_decode, chains.gdn_heads, chains.gdn_block, chains.gdn_commit
+    mixers = *gdn, chains.attention_decode, chains.attention_block
     shared = SharedSum(fused_linear.normed_linear, fused_linear.normed_rows)
-    both = DecodeOps(*chain, shared, *mixers, paths.embedded_rows, paths.rotary_tables)
-    monkeypatch.setattr(paths, "_reference_ops", lambda batch_invariant: both)
+    both = DecodeOps(*chain, shared, *mixers, chains.embedded_rows, chains.rotary_tables)
+    monkeypatch.setattr(chains, "_reference_ops", lambda batch_invariant: both)
     monkeypatch.setattr(paths, "OPS", {name: (op, op) for name, (op, _) in paths.OPS.items()})
 
 
