@@ -8,7 +8,7 @@ and then a script takes its place, which is right as often as a published draft:
 and a row's drafts are that token up to a place drawn anew for each position. So what has to be committed has the size
 that it would have. One prompt is shared by all rows.
 
-"ms_step" is the median over steps, from the end of one to the end of the next, on the device's clock; "ratio_to_plain"
+"ms_step" is the mean over steps, from the end of one to the end of the next, on the device's clock; "ratio_to_plain"
 is over the row of block 1, which is a rollout without a draft. "ms_context" in that row is a step of one token in a
 rollout with a draft, whose context follows. "tokens_step" is what came out for a row. "tok_s_A" and "gain_A" are
 tokens a second of all rows, and over plain, if drafts in blocks of 16 gave A tokens a step, with one chance for all

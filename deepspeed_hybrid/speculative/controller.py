@@ -103,7 +103,7 @@ class PayingBlock:
         self._length: dict[int, int] = {}  # lanes -> settled on
         self._settled: dict[int, int] = {}  # lanes -> periods since the last probe
         self._tried: dict[tuple[int, int], None] = {}  # of (lanes, length), the latest last
-        self._probes = 0
+        self._probes: Counter[int] = Counter()  # of lanes
         self._spoiled = 0  # periods in a row whose time was not taken
         self._current: tuple[int, int] | None = None  # lanes and length of this period
         self._before: tuple[int, int] | None = None  # and of the last one
@@ -198,8 +198,8 @@ class PayingBlock:
         if self._settled[lanes] > PROBE_PERIODS and len(ranked) > 1:
             self._settled[lanes] = 0
             others = [length for length in ranked if length != now]
-            self._probes += 1
-            if self._probes % THOROUGH == 0:
+            self._probes[lanes] += 1
+            if self._probes[lanes] % THOROUGH == 0:
                 return next(length for count, length in self._tried if count == lanes and length != now)
             return others[0]
         return now

@@ -235,7 +235,8 @@ def verdict(rows: list[dict], dtype: torch.dtype) -> int:
         return 0
     ours = next(by_path[path]["mean_abs"] for path in PATHS.values() if path in by_path)
     other, error = by_path[DECODE]["mean_abs"], by_path[DECODE]["standard_error"]
-    compared = "at most" if ours <= other else "above" if ours > other + 2 * error else "level with"
+    # What is no number is above.
+    compared = "at most" if ours <= other else "level with" if ours <= other + 2 * error else "above"
     print(f"mean abs difference to the training forward: {ours:.3g}, {compared} that of {DECODE}, {other:.3g}")
     print(f"the standard error of how much one is above the other: {error:.2g}")
     return int(dtype != torch.float32 and compared == "above")

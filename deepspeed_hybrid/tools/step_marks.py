@@ -41,8 +41,16 @@ class StepMarks:
 
     def mean_ms(self, skipped: int, steps: int | None = None) -> float:
         """Of a step, from the one behind the first ``skipped`` on, ``steps`` of them or all: those in which recurrent
-        states are written take longer than others."""
+        states are written take longer than others.
+
+        Raises:
+            ValueError: there were too few.
+        """
         marks = self.marks[skipped:] if steps is None else self.marks[skipped : skipped + steps + 1]
+        if len(marks) < 2:
+            raise ValueError(
+                f"a call must have {skipped + 2} decode steps and more to be timed, not {len(self.marks)}"
+            )
         get_accelerator().synchronize()
         return statistics.fmean(_ms(*pair) for pair in zip(marks, marks[1:], strict=False))
 

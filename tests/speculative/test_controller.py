@@ -264,6 +264,23 @@ def test_one_accident_is_not_for_ever():
     assert machine.used[-1] == 1
 
 
+def test_other_numbers_of_lanes_take_no_probe_away():
+    """Numbers that take turns, as in a tail, and of which each would be probed at the same place of one count."""
+    machine = Machine(TABLES["long ones cost"], GOOD)
+    tail = (64, 16, 4, 1)
+    for call in range(120):
+        machine.begin()
+        for lanes in tail:
+            machine.lanes = lanes
+            if lanes == 64 and not call:  # an accident at its best length
+                machine.times = {**machine.times, machine.best(): 1000.0}
+                machine.run(PERIOD * len(LENGTHS))
+                machine.times = TABLES["long ones cost"]
+            machine.run(PERIOD * (PROBE_PERIODS + 1))
+    machine.lanes = 64
+    assert machine.run(PERIOD * 4).count(machine.best()) >= PERIOD * 3
+
+
 def test_what_comes_between_steps_is_not_measured():
     machine = Machine(TABLES["blocks cost by the token"], POOR)
     machine.run(PERIOD // 2)

@@ -120,6 +120,8 @@ def test_figures_of_a_path():
         (2.1e-3, 6e-5, torch.bfloat16, "level with", 0),
         (2.1e-3, 4e-5, torch.bfloat16, "above", 1),
         (2.1e-3, 4e-5, torch.float32, "above", 0),
+        (math.inf, math.nan, torch.bfloat16, "above", 1),
+        (math.nan, 1e-4, torch.bfloat16, "above", 1),
     ],
 )
 def test_verdict(ours, error, dtype, said, code, capsys):
