@@ -6,8 +6,8 @@
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
-import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_hybrid import HybridEngineRollout
@@ -22,7 +22,7 @@ class StepMarks:
     """
 
     def __init__(self, rollout: HybridEngineRollout):
-        self.marks: list[torch.cuda.Event | float] = []
+        self.marks: list[Any] = []
         arena, begin = rollout._arena, rollout._arena.begin
 
         def begin_marked(plan) -> Callable[[], None]:
@@ -55,15 +55,13 @@ class StepMarks:
         return statistics.fmean(_ms(*pair) for pair in zip(marks, marks[1:], strict=False))
 
 
-def _mark() -> torch.cuda.Event | float:
+def _mark() -> Any:
     if not has_cuda():
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    event = get_accelerator().Event(enable_timing=True)
     event.record()
     return event
 
 
-def _ms(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
-    if isinstance(start, torch.cuda.Event):
-        return start.elapsed_time(end)
-    return 1000 * (end - start)
+def _ms(start: Any, end: Any) -> float:
+    return start.elapsed_time(end) if has_cuda() else 1000 * (end - start)
