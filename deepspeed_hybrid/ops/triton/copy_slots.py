@@ -15,14 +15,15 @@ WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 # How many slots there are is no reason to compile again.
-@triton.jit(do_not_specialize_on_alignment=["sources", "targets"])
-def _copy(buffers, sources, targets, words, BUFFERS: tl.constexpr, TILE: tl.constexpr):
-    """Grid (slots, tiles, buffers): a tile is read from memory once for all slots it goes to."""
-    source, target = tl.load(sources + tl.program_id(0)), tl.load(targets + tl.program_id(0))
-    buffer, which = buffers[0], tl.program_id(2)
+@triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=["sources", "targets"])
+def _copy(buffers, sources, targets, slots, words, BUFFERS: tl.constexpr, TILE: tl.constexpr):
+    """Grid (slots of each tile, buffers): a tile is read from memory once for all slots it goes to."""
+    program, which = tl.program_id(0), tl.program_id(1)
+    source, target = tl.load(sources + program % slots), tl.load(targets + program % slots)
+    buffer = buffers[0]
     for index in tl.static_range(1, BUFFERS):
         buffer = tl.where(which == index, buffers[index], buffer)
-    word = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    word = program // slots * TILE + tl.arange(0, TILE)
     inside = word < words
     tl.store(buffer + target * words + word, tl.load(buffer + source * words + word, mask=inside), mask=inside)
 
@@ -39,5 +40,5 @@ def launch(buffers: list[torch.Tensor], sources: torch.Tensor, targets: torch.Te
         with torch.cuda.device_of(sources):  # Triton launches on the current device
             for first in range(0, len(group), MOST_BUFFERS):
                 some = tuple(buffer.view(-1).view(dtype) for buffer in group[first : first + MOST_BUFFERS])
-                grid = (len(sources), triton.cdiv(words, tile), len(some))
-                _copy[grid](some, sources, targets, words, BUFFERS=len(some), TILE=tile, num_warps=4)
+                grid = (len(sources) * triton.cdiv(words, tile), len(some))
+                _copy[grid](some, sources, targets, len(sources), words, BUFFERS=len(some), TILE=tile, num_warps=4)
