@@ -35,6 +35,7 @@ struct Shared {
     };
     uint4 newest[2][kDim / kChunk];  // key and value
     alignas(16) Element query[kMostGroup][kPadded];
+    alignas(16) Element gates[kMostGroup][kDim];
     float scratch[kWarps][kDim];
     float2 marks[kWarps][kMostGroup];  // peaks and totals
     uint64_t full[kWarps][kSlots];
@@ -52,8 +53,8 @@ struct Place {
     }
 };
 
-// Queries into shared memory, and where the block has the last tile the new key and value as well,
-// there and in the cache.
+// Queries and their gates into shared memory, and where the block has the last tile the new key and
+// value as well, there and in the cache.
 template <typename Element, int kDim, int kSlots>
 __device__ __forceinline__ void prepare(const AttentionArguments& args,
                                         Shared<Element, kDim, kSlots>& shared, const Place& place,
@@ -62,28 +63,39 @@ __device__ __forceinline__ void prepare(const AttentionArguments& args,
     const Columns<kDim> columns(args);
     const Element* const token =
         static_cast<const Element*>(args.projected) + place.row * args.stride;
-    const Gains<Element, kDim> of_query(args.q_norm, lane);
-    wait_for_predecessor();
     const Element* const queries = token + place.kv_head * args.group * columns.of_query;
+    const Values<Element, kDim> of_query(args.q_norm, 0, args.q_norm.data ? kDim : 0, lane);
+    const Values<Element, kDim> of_key(args.k_norm, 0, args.k_norm.data ? kDim : 0, lane);
+    const bool gated = args.gated && args.splits == 1;
+    wait_for_predecessor();
     for (int head = warp; head < args.group; head += kWarps) {
-        turn_head<Element, kDim>(args, place.row, queries + head * columns.of_query, args.q_norm,
-                                 of_query, shared.scratch[warp], shared.query[head], lane);
+        const Element* const from = queries + head * columns.of_query;
+        const Values<Element, kDim> gates({from + kDim, false}, 0, gated ? kDim : 0, lane);
+        turn_head<Element, kDim>(args, place.row, from, args.q_norm.data, of_query,
+                                 shared.scratch[warp], shared.query[head], lane);
+#pragma unroll
+        for (int i = 0; i < kDim / kWarp; ++i) {
+            shared.gates[head][i * kWarp + lane] =
+                Element(static_cast<uint16_t>(gates.bits[i]), Element::from_bits());
+        }
     }
     if (!last) return;
     auto* const key = reinterpret_cast<Element*>(shared.newest[0]);
     auto* const value = reinterpret_cast<Element*>(shared.newest[1]);
     if (warp == kWarps - 1) {
-        const Gains<Element, kDim> of_key(args.k_norm, lane);
         turn_head<Element, kDim>(args, place.row, token + columns.keys + place.kv_head * kDim,
-                                 args.k_norm, of_key, shared.scratch[warp], key, lane);
+                                 args.k_norm.data, of_key, shared.scratch[warp], key, lane);
 #pragma unroll
         for (int dim = lane; dim < kDim; dim += kWarp) {
             static_cast<Element*>(args.keys)[newest + dim] = key[dim];
         }
     } else if (warp == 0) {
+        const Values<Element, kDim> raw({token + columns.values + place.kv_head * kDim, false}, 0,
+                                        kDim, lane);
 #pragma unroll
-        for (int dim = lane; dim < kDim; dim += kWarp) {
-            value[dim] = token[columns.values + place.kv_head * kDim + dim];
+        for (int i = 0; i < kDim / kWarp; ++i) {
+            const int dim = i * kWarp + lane;
+            value[dim] = Element(static_cast<uint16_t>(raw.bits[i]), Element::from_bits());
             static_cast<Element*>(args.values)[newest + dim] = value[dim];
         }
     }
@@ -110,44 +122,21 @@ __device__ __forceinline__ void finish(const AttentionArguments& args,
                                        Mixture<Element, kDim>& seen, int warp, int lane)
 {
     seen.close();
-    const int head = lane % 4 * 2;
+    const int first = lane % 4 * 2;
     if (lane < 4) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            shared.marks[warp][head + i] = make_float2(seen.peak[i], seen.total[i]);
-        }
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        float peak = shared.marks[0][head + i].x;
-#pragma unroll
-        for (int other = 1; other < kWarps; ++other) {
-            peak = fmaxf(peak, shared.marks[other][head + i].x);
-        }
-        const float left = exp2f(seen.peak[i] - peak);
-        if (head + i >= args.group) continue;
-#pragma unroll
-        for (int step = 0; step < kDim / 16; ++step) {
-            float* const to = &shared.sums[warp][head + i][step * 16 + lane / 4];
-            to[0] = seen.mixed[step][i] * left;
-            to[8] = seen.mixed[step][i + 2] * left;
+            shared.marks[warp][first + i] = make_float2(seen.peak[i], seen.total[i]);
         }
     }
     __syncthreads();
     const bool direct = args.splits == 1;
-    const int64_t of_heads = place.head(args) * args.group;
     const int64_t entries =
         (place.head(args) * args.splits + place.split) * args.group;  // of partial sums
-    const Element* const gates =
-        static_cast<const Element*>(args.projected) + place.row * args.stride + kDim;
-    for (int index = threadIdx.x; index < args.group * kDim; index += kThreads) {
-        const int head = index / kDim, dim = index % kDim;
-        Element gate(0.0f);
-        if (direct && args.gated) {
-            gate = gates[(place.kv_head * args.group + head) * 2 * kDim + dim];
-        }
-        float mixed = 0.0f, total = 0.0f, peak = shared.marks[0][head].x;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int head = first + i;
+        float peak = shared.marks[0][head].x, total = 0.0f;
 #pragma unroll
         for (int other = 1; other < kWarps; ++other) {
             peak = fmaxf(peak, shared.marks[other][head].x);
@@ -156,14 +145,41 @@ __device__ __forceinline__ void finish(const AttentionArguments& args,
         for (int other = 0; other < kWarps; ++other) {
             const float2 marks = shared.marks[other][head];
             total = fmaf(marks.y, exp2f(marks.x - peak), total);
-            mixed += shared.sums[other][head][dim];
+        }
+        if (head >= args.group) continue;
+        const float left = exp2f(seen.peak[i] - peak);
+        const float share = direct ? left / total : left;
+        if (!direct && warp == 0 && lane < 4) args.marks[entries + head] = make_float2(peak, total);
+#pragma unroll
+        for (int step = 0; step < kDim / 16; ++step) {
+            float* const to = &shared.sums[warp][head][step * 16 + lane / 4];
+            to[0] = seen.mixed[step][i] * share;
+            to[8] = seen.mixed[step][i + 2] * share;
+        }
+    }
+    __syncthreads();
+    constexpr int kRuns = kDim / 4;
+    for (int index = threadIdx.x; index < args.group * kRuns; index += kThreads) {
+        const int head = index / kRuns, dim = index % kRuns * 4;
+        float4 mixed = {};
+#pragma unroll
+        for (int other = 0; other < kWarps; ++other) {
+            const float4 part = *reinterpret_cast<const float4*>(&shared.sums[other][head][dim]);
+            mixed.x += part.x;
+            mixed.y += part.y;
+            mixed.z += part.z;
+            mixed.w += part.w;
         }
         if (direct) {
-            static_cast<Element*>(args.out)[of_heads * kDim + index] =
-                answer<Element>(mixed / total, args.gated, gate);
+            const Element* const gates = &shared.gates[head][dim];
+            Element* const out = static_cast<Element*>(args.out) +
+                                 (place.head(args) * args.group + head) * kDim + dim;
+            alignas(8) const Element answers[] = {
+                answer(mixed.x, args.gated, gates[0]), answer(mixed.y, args.gated, gates[1]),
+                answer(mixed.z, args.gated, gates[2]), answer(mixed.w, args.gated, gates[3])};
+            *reinterpret_cast<uint2*>(out) = *reinterpret_cast<const uint2*>(answers);
         } else {
-            args.partial[entries * kDim + index] = mixed;
-            if (dim == 0) args.marks[entries + head] = make_float2(peak, total);
+            reinterpret_cast<float4*>(args.partial + entries * kDim)[index] = mixed;
         }
     }
 }
@@ -178,7 +194,9 @@ __global__ void __launch_bounds__(kThreads)
     auto& shared = *reinterpret_cast<Shared<Element, kDim, kSlots>*>(bytes);
     const Place place;
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    if (args.parked[place.row]) {
+    const bool parked = args.parked[place.row];
+    const int position = static_cast<int>(args.position[place.row]);
+    if (parked) {
         wait_for_predecessor();
         if (args.splits > 1) return;
         Element* const out = static_cast<Element*>(args.out) + place.head(args) * args.group * kDim;
@@ -187,7 +205,6 @@ __global__ void __launch_bounds__(kThreads)
         }
         return;
     }
-    const int position = static_cast<int>(args.position[place.row]);
     const Split split(place.split, position);
     if (place.split >= split.active(args.splits)) return;
 
@@ -201,19 +218,20 @@ __global__ void __launch_bounds__(kThreads)
                                      step,
                                      count};
     int sent = 0;
+    const int most = min(kSlots, 2 * count);
     if (lane == 0) {
         for (uint64_t& full : shared.full[warp]) init_barrier(shared_address(&full), 1);
         show_barriers();
-        for (; sent < min(kSlots, 2 * count); ++sent) {
+        for (; sent < most; ++sent) {
             if ((ring.tile(sent / 2) + 1) * kTile > position - kLatest) break;
-            ring.send(sent);
+            ring.send(sent, sent);
         }
     }
     const int64_t newest = (place.head(args) * args.capacity + position) * kDim;
     prepare<Element, kDim, kSlots>(args, shared, place, newest, split.has_last(args.splits), warp,
                                    lane);
     if (lane == 0) {
-        for (; sent < min(kSlots, 2 * count); ++sent) ring.send(sent);
+        for (; sent < most; ++sent) ring.send(sent, sent);
     }
     __syncthreads();
     constexpr int kSteps = kDim / 16;
@@ -228,21 +246,22 @@ __global__ void __launch_bounds__(kThreads)
     }
 
     Mixture<Element, kDim> seen;
+    Turn<kSlots> turn;
 #pragma unroll 1
     for (int number = 0; number < count; ++number) {
         const int tile = ring.tile(number);
         const bool last = tile == split.tiles - 1;
         float scores[4];
         uint32_t weights[2];
-        uint4* const keys = ring.wait(2 * number);
+        uint4* const keys = ring.wait(turn);
         if (last) complete<kDim>(keys, shared.newest[0], position % kTile, lane);
         seen.score(keys, query, scores, lane);
-        ring.give_back(2 * number);
+        ring.give_back(2 * number, turn);
         seen.weigh(scores, args.scale, position + 1 - tile * kTile, weights, lane);
-        uint4* const values = ring.wait(2 * number + 1);
+        uint4* const values = ring.wait(turn);
         if (last) complete<kDim>(values, shared.newest[1], position % kTile, lane);
         seen.mix(values, weights, lane);
-        ring.give_back(2 * number + 1);
+        ring.give_back(2 * number + 1, turn);
     }
     finish<Element, kDim, kSlots>(args, shared, place, seen, warp, lane);
 #endif
@@ -262,9 +281,12 @@ void launch(const AttentionArguments& args, cudaStream_t stream)
     launch_dependent(kernel, dim3(part(args.splits), part(args.kv_heads), part(args.rows)),
                      kThreads, 1, kBytes, stream, args);
     if (args.splits == 1) return;
+    // A multiprocessor that has to share out its memory anew lets nothing start ahead.
+    auto* const merge = attention_merge<Element, kDim>;
+    C10_CUDA_CHECK(cudaFuncSetAttribute(merge, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                        cudaSharedmemCarveoutMaxShared));
     launch_dependent(
-        attention_merge<Element, kDim>,
-        dim3(kDim / (kMergeColumns * 4), part(args.kv_heads * args.group), part(args.rows)),
+        merge, dim3(kDim / (kMergeColumns * 4), part(args.kv_heads * args.group), part(args.rows)),
         kMergeThreads, 1, 0, stream, args);
 }
 

@@ -29,12 +29,40 @@ __device__ __forceinline__ float rounded_if(bool same, float value)
     return same ? rounded<Element>(value) : value;
 }
 
-template <typename Element>
-__device__ __forceinline__ float value_at(const Table& table, int64_t index)
-{
-    if (table.wide) return static_cast<const float*>(table.data)[index];
-    return static_cast<float>(static_cast<const Element*>(table.data)[index]);
-}
+// A lane's values of a row of a table, one in 32. They come as they are, so that all loads of a
+// thread are under way before it looks at the first.
+template <typename Element, int kDim>
+struct Values {
+    uint32_t bits[kDim / kWarp];
+    bool wide;
+
+    // Those below `width`, and zeros.
+    __device__ __forceinline__ Values(const Table& table, int64_t start, int width, int lane)
+        : wide(table.wide)
+    {
+        if (wide) {
+            load(static_cast<const uint32_t*>(table.data) + start, width, lane);
+        } else {
+            load(static_cast<const uint16_t*>(table.data) + start, width, lane);
+        }
+    }
+
+    template <typename Bits>
+    __device__ __forceinline__ void load(const Bits* from, int width, int lane)
+    {
+#pragma unroll
+        for (int i = 0; i < kDim / kWarp; ++i) {
+            const int dim = i * kWarp + lane;
+            bits[i] = dim < width ? from[dim] : 0;
+        }
+    }
+
+    __device__ __forceinline__ float operator[](int i) const
+    {
+        if (wide) return __uint_as_float(bits[i]);
+        return static_cast<float>(Element(static_cast<uint16_t>(bits[i]), Element::from_bits()));
+    }
+};
 
 // Places in a row of `projected`: queries, each with its gate behind it if there are gates, keys
 // and values.
@@ -50,39 +78,22 @@ struct Columns {
     }
 };
 
-// A norm's weights, a lane's of them: no kernel writes these.
-template <typename Element, int kDim>
-struct Gains {
-    float values[kDim / kWarp];
-
-    __device__ __forceinline__ Gains(const Table& norm, int lane)
-    {
-#pragma unroll
-        for (int i = 0; i < kDim / kWarp; ++i) {
-            values[i] = norm.data ? value_at<Element>(norm, i * kWarp + lane) : 0.0f;
-        }
-    }
-};
-
-// One head through norm and rotation, by a warp, into shared memory. `scratch` is the warp's own.
+// One head through norm and rotation, by a warp, into shared memory. `scratch` is the warp's own,
+// and `gains` are a norm's weights.
 template <typename Element, int kDim>
 __device__ __forceinline__ void turn_head(const AttentionArguments& args, int row,
-                                          const Element* head, const Table& norm,
-                                          const Gains<Element, kDim>& gains, float (&scratch)[kDim],
-                                          Element* to, int lane)
+                                          const Element* head, bool has_norm,
+                                          const Values<Element, kDim>& gains,
+                                          float (&scratch)[kDim], Element* to, int lane)
 {
     constexpr int kValues = kDim / kWarp;
-    float own[kValues], cosine[kValues], sine[kValues], squares = 0.0f;
+    const Values<Element, kDim> raw({head, false}, 0, kDim, lane);
+    const Values<Element, kDim> cosine(args.cos, row * args.cos_stride, args.rotary, lane);
+    const Values<Element, kDim> sine(args.sin, row * args.sin_stride, args.rotary, lane);
+    float own[kValues], squares = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) own[i] = static_cast<float>(head[i * kWarp + lane]);
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-        const int dim = i * kWarp + lane;
-        const bool turns = dim < args.rotary;
-        cosine[i] = turns ? value_at<Element>(args.cos, row * args.cos_stride + dim) : 1.0f;
-        sine[i] = turns ? value_at<Element>(args.sin, row * args.sin_stride + dim) : 0.0f;
-    }
-    if (norm.data) {
+    for (int i = 0; i < kValues; ++i) own[i] = raw[i];
+    if (has_norm) {
 #pragma unroll
         for (int i = 0; i < kValues; ++i) squares = fmaf(own[i], own[i], squares);
 #pragma unroll
@@ -93,7 +104,7 @@ __device__ __forceinline__ void turn_head(const AttentionArguments& args, int ro
 #pragma unroll
         for (int i = 0; i < kValues; ++i) {
             const float normed = rounded_if<Element>(args.norm_offset == 0.0f, own[i] * scale);
-            own[i] = rounded<Element>(normed * (gains.values[i] + args.norm_offset));
+            own[i] = rounded<Element>(normed * (gains[i] + args.norm_offset));
         }
     }
     __syncwarp();
@@ -104,13 +115,12 @@ __device__ __forceinline__ void turn_head(const AttentionArguments& args, int ro
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
         const int dim = i * kWarp + lane;
-        const float by_cos = rounded_if<Element>(!args.cos.wide, own[i] * cosine[i]);
-        float by_sin = 0.0f;
         if (dim < args.rotary) {
             const float other = dim < half ? -scratch[dim + half] : scratch[dim - half];
-            by_sin = rounded_if<Element>(!args.sin.wide, other * sine[i]);
+            own[i] = rounded_if<Element>(!args.cos.wide, own[i] * cosine[i]) +
+                     rounded_if<Element>(!args.sin.wide, other * sine[i]);
         }
-        to[dim] = static_cast<Element>(by_cos + by_sin);
+        to[dim] = static_cast<Element>(own[i]);
     }
 }
 

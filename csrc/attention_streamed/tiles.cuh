@@ -61,6 +61,17 @@ __device__ __forceinline__ uint32_t pair_of(float low, float high)
     return pair;
 }
 
+// Where in its ring a warp is.
+template <int kSlots>
+struct Turn {
+    int slot = 0, parity = 0;
+
+    __device__ __forceinline__ void pass()
+    {
+        if (++slot == kSlots) slot = 0, parity ^= 1;
+    }
+};
+
 // Of one warp. Pieces are keys and values of its tiles in turn.
 template <int kDim, int kSlots>
 struct Ring {
@@ -75,26 +86,33 @@ struct Ring {
     __device__ __forceinline__ int tile(int number) const { return first + number * step; }
 
     // By one lane.
-    __device__ __forceinline__ void send(int piece) const
+    __device__ __forceinline__ void send(int piece, int slot) const
     {
-        const uint32_t barrier = shared_address(&full[piece % kSlots]);
+        const uint32_t barrier = shared_address(&full[slot]);
         expect_bytes(barrier, kBytes);
-        copy_tile(shared_address(slots[piece % kSlots]),
-                  piece % 2 ? args.values_map : args.keys_map,
+#ifdef ATTENTION_LINEAR
+        copy_bytes(shared_address(slots[slot]),
+                   static_cast<const char*>(piece % 2 ? args.values : args.keys) +
+                       (start + tile(piece / 2) * kTile) * kDim * 2,
+                   kBytes, barrier);
+#else
+        copy_tile(shared_address(slots[slot]), piece % 2 ? args.values_map : args.keys_map,
                   static_cast<int>(start + tile(piece / 2) * kTile), barrier);
+#endif
     }
 
-    __device__ __forceinline__ uint4* wait(int piece) const
+    __device__ __forceinline__ uint4* wait(const Turn<kSlots>& turn) const
     {
-        wait_for_phase(shared_address(&full[piece % kSlots]), piece / kSlots % 2);
-        return slots[piece % kSlots];
+        wait_for_phase(shared_address(&full[turn.slot]), turn.parity);
+        return slots[turn.slot];
     }
 
     // All lanes have read a piece: its slot is for a later one.
-    __device__ __forceinline__ void give_back(int piece) const
+    __device__ __forceinline__ void give_back(int piece, Turn<kSlots>& turn) const
     {
         __syncwarp();
-        if (threadIdx.x % kWarp == 0 && piece + kSlots < 2 * count) send(piece + kSlots);
+        if (threadIdx.x % kWarp == 0 && piece + kSlots < 2 * count) send(piece + kSlots, turn.slot);
+        turn.pass();
     }
 };
 
@@ -113,14 +131,15 @@ struct Mixture {
                                                  float (&scores)[4], int lane)
     {
         const int token = lane % 16, side = lane / 16;
-        float sums[2][4] = {};
+        float sums[4][4] = {};
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
             const uint4 a = load_matrices(keys + place_of(token, 2 * i + side));
-            multiply_tile<Element>(sums[i % 2], a, query[i][0], query[i][1]);
+            multiply_tile<Element>(sums[i % 4], a, query[i][0], query[i][1]);
         }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) scores[i] = sums[0][i] + sums[1][i];
+        for (int i = 0; i < 4; ++i)
+            scores[i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
     }
 
     // Scores become weights, as rows of tokens for the next product; `valid` are of this tile.

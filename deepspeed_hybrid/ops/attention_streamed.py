@@ -4,9 +4,9 @@
 """attention_decode by the CUDA op attention_streamed: which layers it takes, how a row is shared, and the call.
 
 The copy engine brings tiles of keys and values to each warp, and the tensor cores multiply them. It asks for the first
-tiles before the kernel ahead of it has ended. Kernels that let their successors start may stand in a row, so that since
-the last plain launch none of them may have written anything but a row's latest 64 positions: a step, which has each
-layer once, begins with one, and writes one.
+tiles before the kernel ahead of it has ended. Kernels that let their successors start may stand in a row, so that none
+of them since the last plain launch may have written anything but a row's latest 64 positions: a step begins with one,
+and has each layer once.
 """
 
 import functools
@@ -19,6 +19,7 @@ DIMS, DTYPES = (128, 256), (torch.bfloat16, torch.float16)
 MOST_GROUP, MOST_SPLITS = 8, 64
 TILE = 16  # tokens that a warp takes at once
 WARPS = 4  # of a block
+BLOCKS = 2 * 132  # at work at once, on the largest Hopper cards
 SHARED_BYTES = 113 * 1024  # of a block
 
 
@@ -65,6 +66,33 @@ def obstacle(index: int) -> str | None:
     return op_obstacle("attention_streamed")
 
 
-def launch(*arguments, splits: int) -> torch.Tensor:
-    """Run it on the arguments of attention_decode, which it and ``takes`` have checked; ``splits`` is 1 to 64."""
-    return load("attention_streamed").attention_streamed(*arguments, splits)
+def choose_splits(rows: int, kv_heads: int, capacity: int) -> int:
+    """As many as fill the card, where each has something to do; 1, which saves the second launch, where rows alone
+    do."""
+    turns = -(-capacity // (TILE * WARPS))
+    return max(1, min(BLOCKS // (rows * kv_heads), turns, MOST_SPLITS))
+
+
+def launch(
+    projected: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    position: torch.Tensor,
+    parked: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    norm_offset: float,
+    eps: float,
+    query_heads: int,
+    gated: bool,
+    scaling: float,
+    splits: int = 0,
+) -> torch.Tensor:
+    """Run it on the arguments of attention_decode, which it and ``takes`` have checked; 0 chooses the splits."""
+    _, kv_heads, capacity, _ = keys.shape
+    splits = splits or choose_splits(max(1, projected.shape[0]), kv_heads, capacity)
+    tensors = projected, cos, sin, keys, values, position, parked, q_norm, k_norm
+    settings = norm_offset, eps, query_heads, gated, scaling, splits
+    return load("attention_streamed").attention_streamed(*tensors, *settings)

@@ -220,7 +220,10 @@ def test_builders_are_found_in_a_checkout_that_is_not_installed(tmp_path):
     assert result.stdout.splitlines()[-1] == "deepspeed_hybrid.op_builder.decode_step"
 
 
-@pytest.mark.parametrize("name, toolkit", [("warpgroup_linear", (12, 5)), ("gdn_streamed", (12, 4))])
+@pytest.mark.parametrize(
+    "name, toolkit",
+    [("attention_streamed", (12, 5)), ("warpgroup_linear", (12, 5)), ("gdn_streamed", (12, 4))],
+)
 def test_ops_that_want_a_newer_toolkit(name, toolkit, monkeypatch):
     base = sys.modules[type(loader.builder(name)).__mro__[1].__module__]
     monkeypatch.setattr(torch.version, "cuda", "12.6")
