@@ -14,6 +14,7 @@
 // What kernels of the same step may have written is the row's latest positions. Tiles ahead of
 // these are asked for before the kernel ahead has ended.
 
+#include "cluster.cuh"
 #include "merge.cuh"
 
 namespace ds_hybrid {
@@ -31,13 +32,16 @@ struct Shared {
 
     union {
         uint4 slots[kWarps][kSlots][kTile * kDim / kChunk];
-        float sums[kWarps][kMostGroup][kSumsPadded];  // when the slots are done with
+        struct {  // when the slots are done with
+            float sums[kWarps][kMostGroup][kSumsPadded], merged[kMostGroup][kDim];
+        };
     };
     uint4 newest[2][kDim / kChunk];  // key and value
     alignas(16) Element query[kMostGroup][kPadded];
     alignas(16) Element gates[kMostGroup][kDim];
     float scratch[kWarps][kDim];
     float2 marks[kWarps][kMostGroup];  // peaks and totals
+    float2 split_marks[kMostGroup];
     uint64_t full[kWarps][kSlots];
 };
 
@@ -66,7 +70,7 @@ __device__ __forceinline__ void prepare(const AttentionArguments& args,
     const Element* const queries = token + place.kv_head * args.group * columns.of_query;
     const Values<Element, kDim> of_query(args.q_norm, 0, args.q_norm.data ? kDim : 0, lane);
     const Values<Element, kDim> of_key(args.k_norm, 0, args.k_norm.data ? kDim : 0, lane);
-    const bool gated = args.gated && args.splits == 1;
+    const bool gated = args.gated && args.direct();
     wait_for_predecessor();
     for (int head = warp; head < args.group; head += kWarps) {
         const Element* const from = queries + head * columns.of_query;
@@ -115,11 +119,10 @@ __device__ __forceinline__ void complete(uint4* tile, const uint4 (&newest)[kDim
     __syncwarp();
 }
 
-// What warps have seen of the split becomes the row's output, or its split's part of that.
+// What warps have seen of the split, in shared memory.
 template <typename Element, int kDim, int kSlots>
-__device__ __forceinline__ void finish(const AttentionArguments& args,
-                                       Shared<Element, kDim, kSlots>& shared, const Place& place,
-                                       Mixture<Element, kDim>& seen, int warp, int lane)
+__device__ __forceinline__ void merge_warps(Shared<Element, kDim, kSlots>& shared, int group,
+                                            Mixture<Element, kDim>& seen, int warp, int lane)
 {
     seen.close();
     const int first = lane % 4 * 2;
@@ -130,9 +133,6 @@ __device__ __forceinline__ void finish(const AttentionArguments& args,
         }
     }
     __syncthreads();
-    const bool direct = args.splits == 1;
-    const int64_t entries =
-        (place.head(args) * args.splits + place.split) * args.group;  // of partial sums
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int head = first + i;
@@ -141,47 +141,112 @@ __device__ __forceinline__ void finish(const AttentionArguments& args,
         for (int other = 1; other < kWarps; ++other) {
             peak = fmaxf(peak, shared.marks[other][head].x);
         }
+        if (head >= group || peak == -INFINITY) continue;
 #pragma unroll
         for (int other = 0; other < kWarps; ++other) {
             const float2 marks = shared.marks[other][head];
             total = fmaf(marks.y, exp2f(marks.x - peak), total);
         }
-        if (head >= args.group) continue;
+        if (warp == 0 && lane < 4) shared.split_marks[head] = make_float2(peak, total);
         const float left = exp2f(seen.peak[i] - peak);
-        const float share = direct ? left / total : left;
-        if (!direct && warp == 0 && lane < 4) args.marks[entries + head] = make_float2(peak, total);
 #pragma unroll
         for (int step = 0; step < kDim / 16; ++step) {
             float* const to = &shared.sums[warp][head][step * 16 + lane / 4];
-            to[0] = seen.mixed[step][i] * share;
-            to[8] = seen.mixed[step][i + 2] * share;
+            to[0] = seen.mixed[step][i] * left;
+            to[8] = seen.mixed[step][i + 2] * left;
         }
     }
     __syncthreads();
-    constexpr int kRuns = kDim / 4;
-    for (int index = threadIdx.x; index < args.group * kRuns; index += kThreads) {
-        const int head = index / kRuns, dim = index % kRuns * 4;
-        float4 mixed = {};
+}
+
+__device__ __forceinline__ void add(float4& sum, const float4& part, float weight)
+{
+    sum.x = fmaf(part.x, weight, sum.x);
+    sum.y = fmaf(part.y, weight, sum.y);
+    sum.z = fmaf(part.z, weight, sum.z);
+    sum.w = fmaf(part.w, weight, sum.w);
+}
+
+// Four dimensions of a head, of all warps.
+template <typename Element, int kDim, int kSlots>
+__device__ __forceinline__ float4 sum_of_warps(const Shared<Element, kDim, kSlots>& shared,
+                                               int head, int dim)
+{
+    float4 sum = {};
 #pragma unroll
-        for (int other = 0; other < kWarps; ++other) {
-            const float4 part = *reinterpret_cast<const float4*>(&shared.sums[other][head][dim]);
-            mixed.x += part.x;
-            mixed.y += part.y;
-            mixed.z += part.z;
-            mixed.w += part.w;
-        }
-        if (direct) {
-            const Element* const gates = &shared.gates[head][dim];
-            Element* const out = static_cast<Element*>(args.out) +
-                                 (place.head(args) * args.group + head) * kDim + dim;
-            alignas(8) const Element answers[] = {
-                answer(mixed.x, args.gated, gates[0]), answer(mixed.y, args.gated, gates[1]),
-                answer(mixed.z, args.gated, gates[2]), answer(mixed.w, args.gated, gates[3])};
-            *reinterpret_cast<uint2*>(out) = *reinterpret_cast<const uint2*>(answers);
-        } else {
-            reinterpret_cast<float4*>(args.partial + entries * kDim)[index] = mixed;
-        }
+    for (int warp = 0; warp < kWarps; ++warp) {
+        add(sum, *reinterpret_cast<const float4*>(&shared.sums[warp][head][dim]), 1.0f);
     }
+    return sum;
+}
+
+// The split's part of what attention_merge() puts together.
+template <typename Element, int kDim, int kSlots>
+__device__ __forceinline__ void leave(const AttentionArguments& args,
+                                      const Shared<Element, kDim, kSlots>& shared,
+                                      const Place& place)
+{
+    constexpr int kRuns = kDim / 4;
+    const int64_t first = (place.head(args) * args.splits + place.split) * args.group;
+    float4* const to = reinterpret_cast<float4*>(args.partial + first * kDim);
+    for (int index = threadIdx.x; index < args.group * kRuns; index += kThreads) {
+        to[index] = sum_of_warps(shared, index / kRuns, index % kRuns * 4);
+    }
+    if (threadIdx.x < args.group) args.marks[first + threadIdx.x] = shared.split_marks[threadIdx.x];
+}
+
+// The row's output, of which each split of the cluster has its share.
+template <typename Element, int kDim, int kSlots>
+__device__ __forceinline__ void answer_together(const AttentionArguments& args,
+                                                Shared<Element, kDim, kSlots>& shared,
+                                                const Place& place)
+{
+    constexpr int kRuns = kDim / 4;
+    const int splits = args.splits;
+    if (splits > 1) {
+        for (int index = threadIdx.x; index < args.group * kRuns; index += kThreads) {
+            const int head = index / kRuns, dim = index % kRuns * 4;
+            *reinterpret_cast<float4*>(&shared.merged[head][dim]) = sum_of_warps(shared, head, dim);
+        }
+        synchronise(splits);
+    }
+    for (int index = threadIdx.x * splits + place.split; index < args.group * kRuns;
+         index += kThreads * splits) {
+        const int head = index / kRuns, dim = index % kRuns * 4;
+        float peak = -INFINITY, total = 0.0f;
+        float4 mixed = {};
+        if (splits == 1) {
+            total = shared.split_marks[head].y;
+            mixed = sum_of_warps(shared, head, dim);
+        } else {
+            float2 marks[kMostBlocks];
+            float4 parts[kMostBlocks];
+#pragma unroll
+            for (int rank = 0; rank < kMostBlocks; ++rank) {
+                if (rank >= splits) break;
+                marks[rank] = *of_block(&shared.split_marks[head], splits, rank);
+                parts[rank] =
+                    *of_block(reinterpret_cast<float4*>(&shared.merged[head][dim]), splits, rank);
+                peak = fmaxf(peak, marks[rank].x);
+            }
+#pragma unroll
+            for (int rank = 0; rank < kMostBlocks; ++rank) {
+                if (rank >= splits || marks[rank].x == -INFINITY) break;  // it and those behind
+                const float weight = exp2f(marks[rank].x - peak);
+                total = fmaf(marks[rank].y, weight, total);
+                add(mixed, parts[rank], weight);
+            }
+        }
+        const Element* const gates = &shared.gates[head][dim];
+        alignas(8) const Element answers[] = {answer(mixed.x / total, args.gated, gates[0]),
+                                              answer(mixed.y / total, args.gated, gates[1]),
+                                              answer(mixed.z / total, args.gated, gates[2]),
+                                              answer(mixed.w / total, args.gated, gates[3])};
+        *reinterpret_cast<uint2*>(static_cast<Element*>(args.out) +
+                                  place.head(args) * args.group * kDim + index * 4) =
+            *reinterpret_cast<const uint2*>(answers);
+    }
+    if (splits > 1) synchronise(splits);  // others have read this block's
 }
 
 template <typename Element, int kDim, int kSlots>
@@ -198,7 +263,7 @@ __global__ void __launch_bounds__(kThreads)
     const int position = static_cast<int>(args.position[place.row]);
     if (parked) {
         wait_for_predecessor();
-        if (args.splits > 1) return;
+        if (!args.direct() || place.split) return;
         Element* const out = static_cast<Element*>(args.out) + place.head(args) * args.group * kDim;
         for (int index = threadIdx.x; index < args.group * kDim; index += kThreads) {
             out[index] = Element(0.0f);
@@ -206,7 +271,8 @@ __global__ void __launch_bounds__(kThreads)
         return;
     }
     const Split split(place.split, position);
-    if (place.split >= split.active(args.splits)) return;
+    const bool active = place.split < split.active(args.splits);
+    if (!active && !args.direct()) return;
 
     const int first = place.split * kWarps + warp, step = args.splits * kWarps;
     const int count = first < split.tiles ? (split.tiles - first + step - 1) / step : 0;
@@ -230,6 +296,7 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t newest = (place.head(args) * args.capacity + position) * kDim;
     prepare<Element, kDim, kSlots>(args, shared, place, newest, split.has_last(args.splits), warp,
                                    lane);
+    if (threadIdx.x < kMostGroup) shared.split_marks[threadIdx.x] = make_float2(-INFINITY, 0.0f);
     if (lane == 0) {
         for (; sent < most; ++sent) ring.send(sent, sent);
     }
@@ -263,7 +330,12 @@ __global__ void __launch_bounds__(kThreads)
         seen.mix(values, weights, lane);
         ring.give_back(2 * number + 1, turn);
     }
-    finish<Element, kDim, kSlots>(args, shared, place, seen, warp, lane);
+    merge_warps<Element, kDim, kSlots>(shared, args.group, seen, warp, lane);
+    if (args.direct()) {
+        answer_together<Element, kDim, kSlots>(args, shared, place);
+    } else {
+        leave<Element, kDim, kSlots>(args, shared, place);
+    }
 #endif
 }
 
@@ -279,8 +351,8 @@ void launch(const AttentionArguments& args, cudaStream_t stream)
                                         cudaSharedmemCarveoutMaxShared));
     const auto part = [](int value) { return static_cast<unsigned>(value); };
     launch_dependent(kernel, dim3(part(args.splits), part(args.kv_heads), part(args.rows)),
-                     kThreads, 1, kBytes, stream, args);
-    if (args.splits == 1) return;
+                     kThreads, args.direct() ? part(args.splits) : 1, kBytes, stream, args);
+    if (args.direct()) return;
     // A multiprocessor that has to share out its memory anew lets nothing start ahead.
     auto* const merge = attention_merge<Element, kDim>;
     C10_CUDA_CHECK(cudaFuncSetAttribute(merge, cudaFuncAttributePreferredSharedMemoryCarveout,

@@ -67,7 +67,7 @@ at::Tensor attention_streamed(const at::Tensor& projected, const at::Tensor& cos
     const at::Tensor out = at::empty({rows, query_heads * dim}, projected.options());
     if (!rows) return out;
     const auto wide = projected.options().dtype(at::kFloat);
-    const int64_t parts = splits == 1 ? 0 : rows * query_heads * splits;
+    const int64_t parts = splits <= kMostBlocks ? 0 : rows * query_heads * splits;
     const at::Tensor partial = at::empty({parts, dim}, wide), marks = at::empty({parts, 2}, wide);
     AttentionArguments args = {};
     args.keys_map = tiles_of(keys);

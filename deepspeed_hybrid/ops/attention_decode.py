@@ -38,9 +38,9 @@ def attention_decode(
     its norm and behind each product of its rotation (where the tables have its dtype), of weights relative to their
     peak, of what they mix, of the gate's sigmoid, and of the output.
 
-    On CUDA these are one or two launches without a host sync, in time that follows the rows' lengths, not the capacity:
-    of :mod:`deepspeed_hybrid.ops.attention_streamed` for what it takes, and else of Triton's kernels. The first call
-    compiles them. On a CPU it is :func:`attention_decode_reference`. There is no gradient.
+    On CUDA these are one or two launches without a host sync, in time that follows the rows' lengths and not the
+    capacity: of :mod:`deepspeed_hybrid.ops.attention_streamed` for what it takes, and else of Triton's kernels. The
+    first call compiles them. On a CPU it is :func:`attention_decode_reference`. There is no gradient.
 
     Args:
         projected: [B, N] fp32, bf16 or fp16, contiguous in the last dimension. Columns are q | k | v of all heads;

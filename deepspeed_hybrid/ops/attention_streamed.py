@@ -36,7 +36,9 @@ def takes(
     norm_offset: float,
     eps: float,
     query_heads: int,
-    *rest,
+    gated: bool,
+    scaling: float,
+    splits: int = 0,
 ) -> bool:
     """Whether the op computes such a layer on this card; arguments as of attention_decode, which has checked them."""
     dtype = projected.dtype
