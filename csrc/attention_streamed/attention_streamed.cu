@@ -14,35 +14,39 @@
 // What kernels of the same step may have written is the row's latest positions. Tiles ahead of
 // these are asked for before the kernel ahead has ended.
 
-#include "cluster.cuh"
 #include "merge.cuh"
 
 namespace ds_hybrid {
 namespace {
 
-#ifndef ATTENTION_SLOTS
-#define ATTENTION_SLOTS 3
+#ifndef SLOTS
+#define SLOTS 3
 #endif
-constexpr int kThreads = kWarps * kWarp;
-constexpr int kLatest = 64;  // positions that a row of kernels may have written
+constexpr int kSlotBytes = SLOTS * 8 * 1024;  // of a warp's ring
+constexpr int kLatest = 64;                   // positions that a row of kernels may have written
 
-template <typename Element, int kDim, int kSlots>
+template <typename Element_, int kDim_, int kWarps_, int kSlots_>
+struct Shape {
+    using Element = Element_;
+    static constexpr int kDim = kDim_, kWarps = kWarps_, kThreads = kWarps * kWarp;
+    static constexpr int kSlots = kSlots_;  // of a warp's ring
+};
+
+template <typename S>
 struct Shared {
-    static constexpr int kPadded = kDim + kChunk, kSumsPadded = kDim + 4;
+    using Element = typename S::Element;
+    static constexpr int kPadded = S::kDim + kChunk, kSumsPadded = S::kDim + 4;
 
     union {
-        uint4 slots[kWarps][kSlots][kTile * kDim / kChunk];
-        struct {  // when the slots are done with
-            float sums[kWarps][kMostGroup][kSumsPadded], merged[kMostGroup][kDim];
-        };
+        uint4 slots[S::kWarps][S::kSlots][kTile * S::kDim / kChunk];
+        float sums[S::kWarps][kMostGroup][kSumsPadded];  // when the slots are done with
     };
-    uint4 newest[2][kDim / kChunk];  // key and value
+    uint4 newest[2][S::kDim / kChunk];  // key and value
     alignas(16) Element query[kMostGroup][kPadded];
-    alignas(16) Element gates[kMostGroup][kDim];
-    float scratch[kWarps][kDim];
-    float2 marks[kWarps][kMostGroup];  // peaks and totals
-    float2 split_marks[kMostGroup];
-    uint64_t full[kWarps][kSlots];
+    alignas(16) Element gates[kMostGroup][S::kDim];
+    float scratch[S::kWarps][S::kDim];
+    float2 marks[S::kWarps][kMostGroup];  // peaks and totals
+    uint64_t full[S::kWarps][S::kSlots];
 };
 
 // Where a block is.
@@ -59,49 +63,48 @@ struct Place {
 
 // Queries and their gates into shared memory, and where the block has the last tile the new key and
 // value as well, there and in the cache.
-template <typename Element, int kDim, int kSlots>
-__device__ __forceinline__ void prepare(const AttentionArguments& args,
-                                        Shared<Element, kDim, kSlots>& shared, const Place& place,
-                                        int64_t newest, bool last, int warp, int lane)
+template <typename S>
+__device__ __forceinline__ void prepare(const AttentionArguments& args, Shared<S>& shared,
+                                        const Place& place, int64_t newest, bool last, int warp,
+                                        int lane)
 {
-    const Columns<kDim> columns(args);
+    using Element = typename S::Element;
+    using Row = Values<Element, S::kDim>;
+    constexpr int kValues = S::kDim / kWarp;
+    const Columns<S::kDim> columns(args);
     const Element* const token =
         static_cast<const Element*>(args.projected) + place.row * args.stride;
     const Element* const queries = token + place.kv_head * args.group * columns.of_query;
-    const Values<Element, kDim> of_query(args.q_norm, 0, args.q_norm.data ? kDim : 0, lane);
-    const Values<Element, kDim> of_key(args.k_norm, 0, args.k_norm.data ? kDim : 0, lane);
-    const bool gated = args.gated && args.direct();
+    const bool q_normed = args.q_norm.data, k_normed = args.k_norm.data;
+    const bool gated = args.gated && args.splits == 1;
+    const bool has_key = last && warp == S::kWarps - 1, has_value = last && warp == S::kWarps - 2;
+    const Row of_query(args.q_norm, 0, q_normed ? S::kDim : 0, lane);
+    const Row of_key(args.k_norm, 0, has_key && k_normed ? S::kDim : 0, lane);
     wait_for_predecessor();
-    for (int head = warp; head < args.group; head += kWarps) {
-        const Element* const from = queries + head * columns.of_query;
-        const Values<Element, kDim> gates({from + kDim, false}, 0, gated ? kDim : 0, lane);
-        turn_head<Element, kDim>(args, place.row, from, args.q_norm.data, of_query,
-                                 shared.scratch[warp], shared.query[head], lane);
+    const Turner<Element, S::kDim> turner(args, place.row, shared.scratch[warp], lane);
+    const int from = (has_key ? columns.keys : columns.values) + place.kv_head * S::kDim;
+    const Row added({token + from, false}, 0, has_key || has_value ? S::kDim : 0, lane);
+    for (int head = warp; head < args.group; head += S::kWarps) {
+        const Element* const query = queries + head * columns.of_query;
+        const Row raw({query, false}, 0, S::kDim, lane);
+        const Row gates({query + S::kDim, false}, 0, gated ? S::kDim : 0, lane);
+        turner.turn(raw, q_normed, of_query, shared.query[head]);
 #pragma unroll
-        for (int i = 0; i < kDim / kWarp; ++i) {
-            shared.gates[head][i * kWarp + lane] =
-                Element(static_cast<uint16_t>(gates.bits[i]), Element::from_bits());
+        for (int i = 0; i < kValues; ++i) {
+            shared.gates[head][i * kWarp + lane] = gates.element(i);
         }
     }
-    if (!last) return;
-    auto* const key = reinterpret_cast<Element*>(shared.newest[0]);
-    auto* const value = reinterpret_cast<Element*>(shared.newest[1]);
-    if (warp == kWarps - 1) {
-        turn_head<Element, kDim>(args, place.row, token + columns.keys + place.kv_head * kDim,
-                                 args.k_norm.data, of_key, shared.scratch[warp], key, lane);
+    auto* const to = reinterpret_cast<Element*>(shared.newest[has_key ? 0 : 1]);
+    auto* const cache = static_cast<Element*>(has_key ? args.keys : args.values) + newest;
+    if (has_key) {
+        turner.turn(added, k_normed, of_key, to);
+    } else if (has_value) {
 #pragma unroll
-        for (int dim = lane; dim < kDim; dim += kWarp) {
-            static_cast<Element*>(args.keys)[newest + dim] = key[dim];
-        }
-    } else if (warp == 0) {
-        const Values<Element, kDim> raw({token + columns.values + place.kv_head * kDim, false}, 0,
-                                        kDim, lane);
+        for (int i = 0; i < kValues; ++i) to[i * kWarp + lane] = added.element(i);
+    }
+    if (has_key || has_value) {
 #pragma unroll
-        for (int i = 0; i < kDim / kWarp; ++i) {
-            const int dim = i * kWarp + lane;
-            value[dim] = Element(static_cast<uint16_t>(raw.bits[i]), Element::from_bits());
-            static_cast<Element*>(args.values)[newest + dim] = value[dim];
-        }
+        for (int i = 0; i < kValues; ++i) cache[i * kWarp + lane] = to[i * kWarp + lane];
     }
 }
 
@@ -119,11 +122,15 @@ __device__ __forceinline__ void complete(uint4* tile, const uint4 (&newest)[kDim
     __syncwarp();
 }
 
-// What warps have seen of the split, in shared memory.
-template <typename Element, int kDim, int kSlots>
-__device__ __forceinline__ void merge_warps(Shared<Element, kDim, kSlots>& shared, int group,
-                                            Mixture<Element, kDim>& seen, int warp, int lane)
+// What warps have seen of the split becomes the row's output, or its split's part of that.
+template <typename S>
+__device__ __forceinline__ void finish(const AttentionArguments& args, Shared<S>& shared,
+                                       const Place& place,
+                                       Mixture<typename S::Element, S::kDim>& seen, int warp,
+                                       int lane)
 {
+    using Element = typename S::Element;
+    constexpr int kDim = S::kDim, kWarps = S::kWarps;
     seen.close();
     const int first = lane % 4 * 2;
     if (lane < 4) {
@@ -133,6 +140,9 @@ __device__ __forceinline__ void merge_warps(Shared<Element, kDim, kSlots>& share
         }
     }
     __syncthreads();
+    const bool direct = args.splits == 1;
+    const int64_t entries =
+        (place.head(args) * args.splits + place.split) * args.group;  // of partial sums
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int head = first + i;
@@ -141,140 +151,76 @@ __device__ __forceinline__ void merge_warps(Shared<Element, kDim, kSlots>& share
         for (int other = 1; other < kWarps; ++other) {
             peak = fmaxf(peak, shared.marks[other][head].x);
         }
-        if (head >= group || peak == -INFINITY) continue;
 #pragma unroll
         for (int other = 0; other < kWarps; ++other) {
             const float2 marks = shared.marks[other][head];
             total = fmaf(marks.y, exp2f(marks.x - peak), total);
         }
-        if (warp == 0 && lane < 4) shared.split_marks[head] = make_float2(peak, total);
+        if (head >= args.group) continue;
         const float left = exp2f(seen.peak[i] - peak);
+        const float share = direct ? left / total : left;
+        if (!direct && warp == 0 && lane < 4) args.marks[entries + head] = make_float2(peak, total);
 #pragma unroll
         for (int step = 0; step < kDim / 16; ++step) {
             float* const to = &shared.sums[warp][head][step * 16 + lane / 4];
-            to[0] = seen.mixed[step][i] * left;
-            to[8] = seen.mixed[step][i + 2] * left;
+            to[0] = seen.mixed[step][i] * share;
+            to[8] = seen.mixed[step][i + 2] * share;
         }
     }
     __syncthreads();
-}
-
-__device__ __forceinline__ void add(float4& sum, const float4& part, float weight)
-{
-    sum.x = fmaf(part.x, weight, sum.x);
-    sum.y = fmaf(part.y, weight, sum.y);
-    sum.z = fmaf(part.z, weight, sum.z);
-    sum.w = fmaf(part.w, weight, sum.w);
-}
-
-// Four dimensions of a head, of all warps.
-template <typename Element, int kDim, int kSlots>
-__device__ __forceinline__ float4 sum_of_warps(const Shared<Element, kDim, kSlots>& shared,
-                                               int head, int dim)
-{
-    float4 sum = {};
-#pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) {
-        add(sum, *reinterpret_cast<const float4*>(&shared.sums[warp][head][dim]), 1.0f);
-    }
-    return sum;
-}
-
-// The split's part of what attention_merge() puts together.
-template <typename Element, int kDim, int kSlots>
-__device__ __forceinline__ void leave(const AttentionArguments& args,
-                                      const Shared<Element, kDim, kSlots>& shared,
-                                      const Place& place)
-{
     constexpr int kRuns = kDim / 4;
-    const int64_t first = (place.head(args) * args.splits + place.split) * args.group;
-    float4* const to = reinterpret_cast<float4*>(args.partial + first * kDim);
-    for (int index = threadIdx.x; index < args.group * kRuns; index += kThreads) {
-        to[index] = sum_of_warps(shared, index / kRuns, index % kRuns * 4);
-    }
-    if (threadIdx.x < args.group) args.marks[first + threadIdx.x] = shared.split_marks[threadIdx.x];
-}
-
-// The row's output, of which each split of the cluster has its share.
-template <typename Element, int kDim, int kSlots>
-__device__ __forceinline__ void answer_together(const AttentionArguments& args,
-                                                Shared<Element, kDim, kSlots>& shared,
-                                                const Place& place)
-{
-    constexpr int kRuns = kDim / 4;
-    const int splits = args.splits;
-    if (splits > 1) {
-        for (int index = threadIdx.x; index < args.group * kRuns; index += kThreads) {
-            const int head = index / kRuns, dim = index % kRuns * 4;
-            *reinterpret_cast<float4*>(&shared.merged[head][dim]) = sum_of_warps(shared, head, dim);
-        }
-        synchronise(splits);
-    }
-    for (int index = threadIdx.x * splits + place.split; index < args.group * kRuns;
-         index += kThreads * splits) {
+    for (int index = threadIdx.x; index < args.group * kRuns; index += S::kThreads) {
         const int head = index / kRuns, dim = index % kRuns * 4;
-        float peak = -INFINITY, total = 0.0f;
         float4 mixed = {};
-        if (splits == 1) {
-            total = shared.split_marks[head].y;
-            mixed = sum_of_warps(shared, head, dim);
-        } else {
-            float2 marks[kMostBlocks];
-            float4 parts[kMostBlocks];
 #pragma unroll
-            for (int rank = 0; rank < kMostBlocks; ++rank) {
-                if (rank >= splits) break;
-                marks[rank] = *of_block(&shared.split_marks[head], splits, rank);
-                parts[rank] =
-                    *of_block(reinterpret_cast<float4*>(&shared.merged[head][dim]), splits, rank);
-                peak = fmaxf(peak, marks[rank].x);
-            }
-#pragma unroll
-            for (int rank = 0; rank < kMostBlocks; ++rank) {
-                if (rank >= splits || marks[rank].x == -INFINITY) break;  // it and those behind
-                const float weight = exp2f(marks[rank].x - peak);
-                total = fmaf(marks[rank].y, weight, total);
-                add(mixed, parts[rank], weight);
-            }
+        for (int other = 0; other < kWarps; ++other) {
+            const float4 part = *reinterpret_cast<const float4*>(&shared.sums[other][head][dim]);
+            mixed.x += part.x;
+            mixed.y += part.y;
+            mixed.z += part.z;
+            mixed.w += part.w;
         }
-        const Element* const gates = &shared.gates[head][dim];
-        alignas(8) const Element answers[] = {answer(mixed.x / total, args.gated, gates[0]),
-                                              answer(mixed.y / total, args.gated, gates[1]),
-                                              answer(mixed.z / total, args.gated, gates[2]),
-                                              answer(mixed.w / total, args.gated, gates[3])};
-        *reinterpret_cast<uint2*>(static_cast<Element*>(args.out) +
-                                  place.head(args) * args.group * kDim + index * 4) =
-            *reinterpret_cast<const uint2*>(answers);
+        if (direct) {
+            const Element* const gates = &shared.gates[head][dim];
+            Element* const out = static_cast<Element*>(args.out) +
+                                 (place.head(args) * args.group + head) * kDim + dim;
+            alignas(8) const Element answers[] = {
+                answer(mixed.x, args.gated, gates[0]), answer(mixed.y, args.gated, gates[1]),
+                answer(mixed.z, args.gated, gates[2]), answer(mixed.w, args.gated, gates[3])};
+            *reinterpret_cast<uint2*>(out) = *reinterpret_cast<const uint2*>(answers);
+        } else {
+            reinterpret_cast<float4*>(args.partial + entries * kDim)[index] = mixed;
+        }
     }
-    if (splits > 1) synchronise(splits);  // others have read this block's
 }
 
-template <typename Element, int kDim, int kSlots>
-__global__ void __launch_bounds__(kThreads)
+template <typename S>
+__global__ void __launch_bounds__(S::kThreads)
     attention_streamed(const __grid_constant__ AttentionArguments args)
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    using Element = typename S::Element;
+    constexpr int kDim = S::kDim, kSlots = S::kSlots;
     announce_dependents();
     extern __shared__ __align__(1024) unsigned char bytes[];
-    auto& shared = *reinterpret_cast<Shared<Element, kDim, kSlots>*>(bytes);
+    auto& shared = *reinterpret_cast<Shared<S>*>(bytes);
     const Place place;
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const bool parked = args.parked[place.row];
     const int position = static_cast<int>(args.position[place.row]);
     if (parked) {
         wait_for_predecessor();
-        if (!args.direct() || place.split) return;
+        if (args.splits > 1) return;
         Element* const out = static_cast<Element*>(args.out) + place.head(args) * args.group * kDim;
-        for (int index = threadIdx.x; index < args.group * kDim; index += kThreads) {
+        for (int index = threadIdx.x; index < args.group * kDim; index += S::kThreads) {
             out[index] = Element(0.0f);
         }
         return;
     }
-    const Split split(place.split, position);
-    const bool active = place.split < split.active(args.splits);
-    if (!active && !args.direct()) return;
+    const Split split(place.split, position, S::kWarps);
+    if (place.split >= split.active(args.splits)) return;
 
-    const int first = place.split * kWarps + warp, step = args.splits * kWarps;
+    const int first = place.split * S::kWarps + warp, step = args.splits * S::kWarps;
     const int count = first < split.tiles ? (split.tiles - first + step - 1) / step : 0;
     const Ring<kDim, kSlots> ring = {shared.slots[warp],
                                      shared.full[warp],
@@ -294,9 +240,7 @@ __global__ void __launch_bounds__(kThreads)
         }
     }
     const int64_t newest = (place.head(args) * args.capacity + position) * kDim;
-    prepare<Element, kDim, kSlots>(args, shared, place, newest, split.has_last(args.splits), warp,
-                                   lane);
-    if (threadIdx.x < kMostGroup) shared.split_marks[threadIdx.x] = make_float2(-INFINITY, 0.0f);
+    prepare<S>(args, shared, place, newest, split.has_last(args.splits), warp, lane);
     if (lane == 0) {
         for (; sent < most; ++sent) ring.send(sent, sent);
     }
@@ -330,45 +274,51 @@ __global__ void __launch_bounds__(kThreads)
         seen.mix(values, weights, lane);
         ring.give_back(2 * number + 1, turn);
     }
-    merge_warps<Element, kDim, kSlots>(shared, args.group, seen, warp, lane);
-    if (args.direct()) {
-        answer_together<Element, kDim, kSlots>(args, shared, place);
-    } else {
-        leave<Element, kDim, kSlots>(args, shared, place);
-    }
+    finish<S>(args, shared, place, seen, warp, lane);
 #endif
 }
 
-template <typename Element, int kDim>
+template <typename S>
 void launch(const AttentionArguments& args, cudaStream_t stream)
 {
-    constexpr int kSlots = ATTENTION_SLOTS * 256 / kDim;
-    auto* const kernel = attention_streamed<Element, kDim, kSlots>;
-    constexpr int kBytes = sizeof(Shared<Element, kDim, kSlots>);
+    auto* const kernel = attention_streamed<S>;
+    constexpr int kBytes = sizeof(Shared<S>);
     C10_CUDA_CHECK(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
     C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                         cudaSharedmemCarveoutMaxShared));
     const auto part = [](int value) { return static_cast<unsigned>(value); };
     launch_dependent(kernel, dim3(part(args.splits), part(args.kv_heads), part(args.rows)),
-                     kThreads, args.direct() ? part(args.splits) : 1, kBytes, stream, args);
-    if (args.direct()) return;
+                     S::kThreads, 1, kBytes, stream, args);
+    if (args.splits == 1) return;
     // A multiprocessor that has to share out its memory anew lets nothing start ahead.
-    auto* const merge = attention_merge<Element, kDim>;
+    auto* const merge = attention_merge<typename S::Element, S::kDim>;
     C10_CUDA_CHECK(cudaFuncSetAttribute(merge, cudaFuncAttributePreferredSharedMemoryCarveout,
                                         cudaSharedmemCarveoutMaxShared));
     launch_dependent(
-        merge, dim3(kDim / (kMergeColumns * 4), part(args.kv_heads * args.group), part(args.rows)),
+        merge,
+        dim3(S::kDim / (kMergeColumns * 4), part(args.kv_heads * args.group), part(args.rows)),
         kMergeThreads, 1, 0, stream, args);
+}
+
+template <typename Element, int kDim>
+void launch_warps(const AttentionArguments& args, cudaStream_t stream)
+{
+    constexpr int kSlots = kSlotBytes / (kTile * kDim * 2);
+    if (args.warps == kMostWarps) {
+        launch<Shape<Element, kDim, kMostWarps, kSlots>>(args, stream);
+    } else {
+        launch<Shape<Element, kDim, kMostWarps / 2, kSlots>>(args, stream);
+    }
 }
 
 template <typename Element>
 void launch_dims(const AttentionArguments& args, cudaStream_t stream)
 {
     if (args.dim == 256) {
-        launch<Element, 256>(args, stream);
+        launch_warps<Element, 256>(args, stream);
     } else {
-        launch<Element, 128>(args, stream);
+        launch_warps<Element, 128>(args, stream);
     }
 }
 

@@ -14,12 +14,8 @@ namespace ds_hybrid {
 
 constexpr int kMostGroup = 8;    // query heads that share a key head: columns of a product
 constexpr int kMostSplits = 64;  // of a row's positions
-constexpr int kMostBlocks = 8;   // of a cluster, in which as many splits find together
 constexpr int kTile = 16;        // tokens that a warp takes at once
-#ifndef ATTENTION_WARPS
-#define ATTENTION_WARPS 4
-#endif
-constexpr int kWarps = ATTENTION_WARPS;  // of a block
+constexpr int kMostWarps = 8;    // of a block, or half of them
 
 // Values in float32 or in the model's type.
 struct Table {
@@ -38,17 +34,14 @@ struct AttentionArguments {
     const bool* parked;                // [B]
     void *keys, *values;               // [slots, HK, capacity, D]
     void* out;                         // [B, H * D]
-    float* partial;  // [B, HK, splits, H / HK, D], null where all splits are of a cluster
-    float2* marks;   // [B, HK, splits, H / HK]: peak and total
+    float* partial;                    // [B, HK, splits, H / HK, D], null where splits is 1
+    float2* marks;                     // [B, HK, splits, H / HK]: peak and total
     int64_t stride, cos_stride, sin_stride, capacity;
     float norm_offset, eps;
     float scale;  // of scores, for powers of two
-    int rows, kv_heads, group, rotary, splits, dim;
+    int rows, kv_heads, group, rotary, splits, dim, warps;
     bool gated;
     c10::ScalarType type;
-
-    // Does the first kernel leave the output, and nothing to merge?
-    __host__ __device__ bool direct() const { return splits <= kMostBlocks; }
 };
 
 void launch_attention_streamed(const AttentionArguments& args, cudaStream_t stream);

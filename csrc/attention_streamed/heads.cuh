@@ -57,10 +57,14 @@ struct Values {
         }
     }
 
+    __device__ __forceinline__ Element element(int i) const
+    {
+        return Element(static_cast<uint16_t>(bits[i]), Element::from_bits());
+    }
+
     __device__ __forceinline__ float operator[](int i) const
     {
-        if (wide) return __uint_as_float(bits[i]);
-        return static_cast<float>(Element(static_cast<uint16_t>(bits[i]), Element::from_bits()));
+        return wide ? __uint_as_float(bits[i]) : static_cast<float>(element(i));
     }
 };
 
@@ -78,22 +82,30 @@ struct Columns {
     }
 };
 
-// One head through norm and rotation, by a warp, into shared memory. `scratch` is the warp's own,
-// and `gains` are a norm's weights.
+// Of one token, by a warp: one head through norm and rotation, into shared memory.
 template <typename Element, int kDim>
-__device__ __forceinline__ void turn_head(const AttentionArguments& args, int row,
-                                          const Element* head, bool has_norm,
-                                          const Values<Element, kDim>& gains,
-                                          float (&scratch)[kDim], Element* to, int lane)
-{
-    constexpr int kValues = kDim / kWarp;
-    const Values<Element, kDim> raw({head, false}, 0, kDim, lane);
-    const Values<Element, kDim> cosine(args.cos, row * args.cos_stride, args.rotary, lane);
-    const Values<Element, kDim> sine(args.sin, row * args.sin_stride, args.rotary, lane);
-    float own[kValues], squares = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) own[i] = raw[i];
-    if (has_norm) {
+struct Turner {
+    static constexpr int kValues = kDim / kWarp;
+    using Row = Values<Element, kDim>;
+
+    const AttentionArguments& args;
+    Row cosine, sine;
+    float* scratch;  // [D], the warp's own
+    int lane;
+
+    __device__ __forceinline__ Turner(const AttentionArguments& args, int row, float* scratch,
+                                      int lane)
+        : args(args),
+          cosine(args.cos, row * args.cos_stride, args.rotary, lane),
+          sine(args.sin, row * args.sin_stride, args.rotary, lane),
+          scratch(scratch),
+          lane(lane)
+    {
+    }
+
+    __device__ __forceinline__ void normalise(float (&own)[kValues], const Row& gains) const
+    {
+        float squares = 0.0f;
 #pragma unroll
         for (int i = 0; i < kValues; ++i) squares = fmaf(own[i], own[i], squares);
 #pragma unroll
@@ -107,22 +119,31 @@ __device__ __forceinline__ void turn_head(const AttentionArguments& args, int ro
             own[i] = rounded<Element>(normed * (gains[i] + args.norm_offset));
         }
     }
-    __syncwarp();
+
+    __device__ __forceinline__ void turn(const Row& raw, bool has_norm, const Row& gains,
+                                         Element* to) const
+    {
+        float own[kValues];
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) scratch[i * kWarp + lane] = own[i];
-    __syncwarp();
-    const int half = args.rotary / 2;
+        for (int i = 0; i < kValues; ++i) own[i] = raw[i];
+        if (has_norm) normalise(own, gains);
+        __syncwarp();
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-        const int dim = i * kWarp + lane;
-        if (dim < args.rotary) {
-            const float other = dim < half ? -scratch[dim + half] : scratch[dim - half];
-            own[i] = rounded_if<Element>(!args.cos.wide, own[i] * cosine[i]) +
-                     rounded_if<Element>(!args.sin.wide, other * sine[i]);
+        for (int i = 0; i < kValues; ++i) scratch[i * kWarp + lane] = own[i];
+        __syncwarp();
+        const int half = args.rotary / 2;
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) {
+            const int dim = i * kWarp + lane;
+            if (dim < args.rotary) {
+                const float other = dim < half ? -scratch[dim + half] : scratch[dim - half];
+                own[i] = rounded_if<Element>(!args.cos.wide, own[i] * cosine[i]) +
+                         rounded_if<Element>(!args.sin.wide, other * sine[i]);
+            }
+            to[dim] = static_cast<Element>(own[i]);
         }
-        to[dim] = static_cast<Element>(own[i]);
     }
-}
+};
 
 // What a head answers: what it mixes, through its gate if there is one.
 template <typename Element>

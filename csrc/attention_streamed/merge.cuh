@@ -13,22 +13,22 @@ namespace ds_hybrid {
 
 // Of a row's positions.
 struct Split {
-    int index, tiles;
+    int index, tiles, warps;
 
-    __device__ __forceinline__ Split(int index, int64_t position)
-        : index(index), tiles(static_cast<int>(position / kTile) + 1)
+    __device__ __forceinline__ Split(int index, int64_t position, int warps)
+        : index(index), tiles(static_cast<int>(position / kTile) + 1), warps(warps)
     {
     }
 
     // Splits take turns of as many tiles as they have warps; the first of a short row have all.
     __device__ __forceinline__ int active(int splits) const
     {
-        return min(splits, (tiles + kWarps - 1) / kWarps);
+        return min(splits, (tiles + warps - 1) / warps);
     }
 
     __device__ __forceinline__ bool has_last(int splits) const
     {
-        return (tiles - 1) / kWarps % splits == index;
+        return (tiles - 1) / warps % splits == index;
     }
 };
 
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kMergeThreads)
         if (thread < kMergeColumns * 4) out[thread] = Element(0.0f);
         return;
     }
-    const int active = Split(0, args.position[row]).active(args.splits);
+    const int active = Split(0, args.position[row], args.warps).active(args.splits);
     wait_for_predecessor();
 
     const int64_t of_first =

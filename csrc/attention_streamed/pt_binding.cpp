@@ -44,7 +44,7 @@ at::Tensor attention_streamed(const at::Tensor& projected, const at::Tensor& cos
                               const at::Tensor& parked, const std::optional<at::Tensor>& q_norm,
                               const std::optional<at::Tensor>& k_norm, double norm_offset,
                               double eps, int64_t query_heads, bool gated, double scaling,
-                              int64_t splits)
+                              int64_t splits, int64_t warps)
 {
     const auto type = projected.scalar_type();
     TORCH_CHECK(type == at::kBFloat16 || type == at::kHalf,
@@ -58,6 +58,8 @@ at::Tensor attention_streamed(const at::Tensor& projected, const at::Tensor& cos
                 text(group));
     TORCH_CHECK(splits >= 1 && splits <= kMostSplits,
                 "attention_streamed: splits must be 1 to 64, got ", text(splits));
+    TORCH_CHECK(warps == kMostWarps || warps == kMostWarps / 2,
+                "attention_streamed: blocks must have 4 or 8 warps, got ", text(warps));
     for (const at::Tensor& cache : {keys, values}) {
         TORCH_CHECK(reinterpret_cast<uintptr_t>(cache.const_data_ptr()) % 16 == 0,
                     "attention_streamed: keys and values must start on 16-byte boundaries");
@@ -67,7 +69,7 @@ at::Tensor attention_streamed(const at::Tensor& projected, const at::Tensor& cos
     const at::Tensor out = at::empty({rows, query_heads * dim}, projected.options());
     if (!rows) return out;
     const auto wide = projected.options().dtype(at::kFloat);
-    const int64_t parts = splits <= kMostBlocks ? 0 : rows * query_heads * splits;
+    const int64_t parts = splits == 1 ? 0 : rows * query_heads * splits;
     const at::Tensor partial = at::empty({parts, dim}, wide), marks = at::empty({parts, 2}, wide);
     AttentionArguments args = {};
     args.keys_map = tiles_of(keys);
@@ -97,6 +99,7 @@ at::Tensor attention_streamed(const at::Tensor& projected, const at::Tensor& cos
     args.rotary = static_cast<int>(cos.size(1));
     args.splits = static_cast<int>(splits);
     args.dim = static_cast<int>(dim);
+    args.warps = static_cast<int>(warps);
     args.gated = gated;
     args.type = type;
     launch_attention_streamed(args, c10::cuda::getCurrentCUDAStream());

@@ -90,15 +90,8 @@ struct Ring {
     {
         const uint32_t barrier = shared_address(&full[slot]);
         expect_bytes(barrier, kBytes);
-#ifdef ATTENTION_LINEAR
-        copy_bytes(shared_address(slots[slot]),
-                   static_cast<const char*>(piece % 2 ? args.values : args.keys) +
-                       (start + tile(piece / 2) * kTile) * kDim * 2,
-                   kBytes, barrier);
-#else
         copy_tile(shared_address(slots[slot]), piece % 2 ? args.values_map : args.keys_map,
                   static_cast<int>(start + tile(piece / 2) * kTile), barrier);
-#endif
     }
 
     __device__ __forceinline__ uint4* wait(const Turn<kSlots>& turn) const

@@ -13,9 +13,6 @@
 
 #include "describe.h"
 
-#ifndef PROMOTION
-#define PROMOTION CU_TENSOR_MAP_L2_PROMOTION_L2_256B
-#endif
 namespace ds_hybrid {
 
 // A tensor of 2-byte elements in boxes, as the copy engine takes it: chunks of 16 bytes of a box's
@@ -44,8 +41,8 @@ CUtensorMap boxes_of(const char* op, const at::Tensor& tensor,
                tensor.scalar_type() == at::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                  : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
                kDimensions, const_cast<void*>(tensor.const_data_ptr()), sizes, strides, box, steps,
-               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, PROMOTION,
-               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+               CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     TORCH_CHECK(result == CUDA_SUCCESS, op, ": no tensor map, error ",
                 text(static_cast<int64_t>(result)));
     return map;

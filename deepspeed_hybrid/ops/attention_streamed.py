@@ -17,10 +17,11 @@ from deepspeed_hybrid.ops.loader import load, op_obstacle
 
 DIMS, DTYPES = (128, 256), (torch.bfloat16, torch.float16)
 MOST_GROUP, MOST_SPLITS = 8, 64
+SHARED_BYTES = 210 * 1024  # of a block of the more warps
 TILE = 16  # tokens that a warp takes at once
-WARPS = 4  # of a block
-BLOCKS = 2 * 132  # at work at once, on the largest Hopper cards
-SHARED_BYTES = 113 * 1024  # of a block
+FEW_WARPS, MANY_WARPS = 4, 8  # of a block; there is room for two blocks of the few on a multiprocessor
+PROCESSORS = 132  # of the largest Hopper cards
+FEW_TURNS = 5  # of a block's warps, which are soon taken
 
 
 def takes(
@@ -68,11 +69,14 @@ def obstacle(index: int) -> str | None:
     return op_obstacle("attention_streamed")
 
 
-def choose_splits(rows: int, kv_heads: int, capacity: int) -> int:
-    """As many as fill the card, where each has something to do; 1, which saves the second launch, where rows alone
-    do."""
-    turns = -(-capacity // (TILE * WARPS))
-    return max(1, min(BLOCKS // (rows * kv_heads), turns, MOST_SPLITS))
+def choose_splits(rows: int, kv_heads: int, capacity: int) -> tuple[int, int]:
+    """As many splits as fill the card, where each has something to do, and the warps of a block. One, which saves the
+    second launch, where the rows alone fill it, or where there is little to do."""
+    heads = rows * kv_heads
+    warps, blocks = (MANY_WARPS, PROCESSORS) if heads <= PROCESSORS else (FEW_WARPS, 2 * PROCESSORS)
+    turns = -(-capacity // (TILE * warps))
+    splits = 1 if turns <= FEW_TURNS else max(1, min(blocks // heads, turns, MOST_SPLITS))
+    return splits, warps
 
 
 def launch(
@@ -94,7 +98,9 @@ def launch(
 ) -> torch.Tensor:
     """Run it on the arguments of attention_decode, which it and ``takes`` have checked; 0 chooses the splits."""
     _, kv_heads, capacity, _ = keys.shape
-    splits = splits or choose_splits(max(1, projected.shape[0]), kv_heads, capacity)
+    warps = FEW_WARPS  # whatever the batch, as a number of splits is given for
+    if not splits:
+        splits, warps = choose_splits(max(1, projected.shape[0]), kv_heads, capacity)
     tensors = projected, cos, sin, keys, values, position, parked, q_norm, k_norm
-    settings = norm_offset, eps, query_heads, gated, scaling, splits
+    settings = norm_offset, eps, query_heads, gated, scaling, splits, warps
     return load("attention_streamed").attention_streamed(*tensors, *settings)
