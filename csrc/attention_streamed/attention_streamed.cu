@@ -19,11 +19,13 @@
 namespace ds_hybrid {
 namespace {
 
-#ifndef SLOTS
-#define SLOTS 3
+#ifndef MANY_SLOTS
+#define MANY_SLOTS 2
 #endif
-constexpr int kSlotBytes = SLOTS * 8 * 1024;  // of a warp's ring
-constexpr int kLatest = 64;                   // positions that a row of kernels may have written
+// Of a warp's ring. More bytes under way than about 128 KB on a multiprocessor make the memory
+// slower, not faster.
+constexpr int kRingBytes[] = {24 * 1024, MANY_SLOTS * 8 * 1024};  // of few and of many warps
+constexpr int kLatest = 64;  // positions that a row of kernels may have written
 
 template <typename Element_, int kDim_, int kWarps_, int kSlots_>
 struct Shape {
@@ -304,11 +306,11 @@ void launch(const AttentionArguments& args, cudaStream_t stream)
 template <typename Element, int kDim>
 void launch_warps(const AttentionArguments& args, cudaStream_t stream)
 {
-    constexpr int kSlots = kSlotBytes / (kTile * kDim * 2);
+    constexpr int kTileBytes = kTile * kDim * 2;
     if (args.warps == kMostWarps) {
-        launch<Shape<Element, kDim, kMostWarps, kSlots>>(args, stream);
+        launch<Shape<Element, kDim, kMostWarps, kRingBytes[1] / kTileBytes>>(args, stream);
     } else {
-        launch<Shape<Element, kDim, kMostWarps / 2, kSlots>>(args, stream);
+        launch<Shape<Element, kDim, kMostWarps / 2, kRingBytes[0] / kTileBytes>>(args, stream);
     }
 }
 

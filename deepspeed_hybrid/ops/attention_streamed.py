@@ -16,12 +16,14 @@ import torch
 from deepspeed_hybrid.ops.loader import load, op_obstacle
 
 DIMS, DTYPES = (128, 256), (torch.bfloat16, torch.float16)
-MOST_GROUP, MOST_SPLITS = 8, 64
-SHARED_BYTES = 210 * 1024  # of a block of the more warps
+MOST_GROUP, MOST_SPLITS, MOST_ROWS = 8, 64, 65535
+SHARED_BYTES = 160 * 1024  # of a block of many warps
 TILE = 16  # tokens that a warp takes at once
-FEW_WARPS, MANY_WARPS = 4, 8  # of a block; there is room for two blocks of the few on a multiprocessor
-PROCESSORS = 132  # of the largest Hopper cards
-FEW_TURNS = 5  # of a block's warps, which are soon taken
+FEW_WARPS, MANY_WARPS = 4, 8  # of a block
+PROCESSORS = 132  # of the largest Hopper cards, with room for a block of many warps, or two of few
+FILLED = 0.9  # of them, where no other number of blocks would do better
+FEW_HEADS = 32  # blocks that do not meet at the memory
+SPARED = 560  # positions of a block, for which a second launch pays
 
 
 def takes(
@@ -46,6 +48,7 @@ def takes(
     tables = [table for table in (cos, sin, q_norm, k_norm) if table is not None]
     return (
         projected.is_cuda
+        and projected.shape[0] <= MOST_ROWS
         and dtype in DTYPES
         and keys.shape[3] in DIMS
         and query_heads // keys.shape[1] <= MOST_GROUP
@@ -70,13 +73,19 @@ def obstacle(index: int) -> str | None:
 
 
 def choose_splits(rows: int, kv_heads: int, capacity: int) -> tuple[int, int]:
-    """As many splits as fill the card, where each has something to do, and the warps of a block. One, which saves the
-    second launch, where the rows alone fill it, or where there is little to do."""
+    """How many splits, and the warps of a block: such that blocks fill the card, each has something to do, and what
+    splits spare one another is worth the launch that merges them."""
     heads = rows * kv_heads
-    warps, blocks = (MANY_WARPS, PROCESSORS) if heads <= PROCESSORS else (FEW_WARPS, 2 * PROCESSORS)
-    turns = -(-capacity // (TILE * warps))
-    splits = 1 if turns <= FEW_TURNS else max(1, min(blocks // heads, turns, MOST_SPLITS))
-    return splits, warps
+
+    def share(blocks: int, warps: int) -> int:
+        turns = -(-capacity // (TILE * warps))
+        splits = max(1, min(blocks // heads, turns, MOST_SPLITS))
+        return splits if capacity - capacity // splits >= SPARED else 1
+
+    splits = share(PROCESSORS, MANY_WARPS)
+    if splits * heads <= FEW_HEADS or splits > 1 or FILLED * PROCESSORS <= heads <= PROCESSORS:
+        return splits, MANY_WARPS
+    return share(2 * PROCESSORS, FEW_WARPS), FEW_WARPS
 
 
 def launch(

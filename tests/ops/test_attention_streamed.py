@@ -85,3 +85,33 @@ def test_which_machines(major, shared, build, said, monkeypatch):
 
 def test_not_on_a_cpu():
     assert not attention_streamed.takes(**attention_arguments([3, 4], **LAYER))
+
+
+@pytest.mark.parametrize("capacity", [1, 16, 640, 641, 4096, 32768, 262144])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8, 200])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 16, 33, 64, 99, 128, 256, 1000])
+def test_splits_of_any_size(rows, kv_heads, capacity):
+    """They have something to do, and all are at work at once."""
+    splits, warps = choose_splits(rows, kv_heads, capacity)
+    assert 1 <= splits <= min(-(-capacity // (attention_streamed.TILE * warps)), attention_streamed.MOST_SPLITS)
+    room = attention_streamed.PROCESSORS * (1 if warps == attention_streamed.MANY_WARPS else 2)
+    assert splits == 1 or splits * rows * kv_heads <= room
+
+
+@pytest.mark.parametrize(
+    "rows, capacity, chosen",
+    [
+        (1, 640, (1, 8)),  # no second launch for so little
+        (1, 704, (6, 8)),
+        (1, 32768, (33, 8)),
+        (8, 640, (1, 8)),
+        (16, 640, (1, 4)),  # blocks of many warps would be neighbours on half of the card
+        (16, 16384, (2, 8)),
+        (32, 640, (1, 8)),
+        (64, 640, (1, 4)),  # two on a multiprocessor
+        (256, 640, (1, 4)),
+    ],
+)
+def test_sizes_that_were_measured(rows, capacity, chosen):
+    """Four heads of keys and values, as Qwen3.5-4B has them."""
+    assert choose_splits(rows, 4, capacity) == chosen
