@@ -19,12 +19,9 @@
 namespace ds_hybrid {
 namespace {
 
-#ifndef MANY_SLOTS
-#define MANY_SLOTS 2
-#endif
-// Of a warp's ring. More bytes under way than about 128 KB on a multiprocessor make the memory
-// slower, not faster.
-constexpr int kRingBytes[] = {24 * 1024, MANY_SLOTS * 8 * 1024};  // of few and of many warps
+// Of a warp's ring, where a block has few warps, and where it has many. One block of either has
+// about as much under way as the memory takes: with 192 KB on each multiprocessor it was slower.
+constexpr int kFewRingBytes = 24 * 1024, kManyRingBytes = 16 * 1024;
 constexpr int kLatest = 64;  // positions that a row of kernels may have written
 
 template <typename Element_, int kDim_, int kWarps_, int kSlots_>
@@ -308,9 +305,9 @@ void launch_warps(const AttentionArguments& args, cudaStream_t stream)
 {
     constexpr int kTileBytes = kTile * kDim * 2;
     if (args.warps == kMostWarps) {
-        launch<Shape<Element, kDim, kMostWarps, kRingBytes[1] / kTileBytes>>(args, stream);
+        launch<Shape<Element, kDim, kMostWarps, kManyRingBytes / kTileBytes>>(args, stream);
     } else {
-        launch<Shape<Element, kDim, kMostWarps / 2, kRingBytes[0] / kTileBytes>>(args, stream);
+        launch<Shape<Element, kDim, kMostWarps / 2, kFewRingBytes / kTileBytes>>(args, stream);
     }
 }
 
