@@ -33,7 +33,7 @@ CUtensorMap tiles_of(const at::Tensor& cache)
     const auto tokens = static_cast<cuuint64_t>(cache.numel() / cache.size(3));
     const auto blocks = static_cast<cuuint32_t>(dim / kBoxWidth);
     return boxes_of<3>("attention_streamed", cache, {kBoxWidth, tokens, blocks}, {dim, kBoxWidth},
-                       {kBoxWidth, kTile, blocks});
+                       {kBoxWidth, kTile, blocks}, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
 // Shapes have been checked in Python, where the CPU's reference needs the same checks. What is left

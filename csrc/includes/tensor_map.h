@@ -16,12 +16,13 @@
 namespace ds_hybrid {
 
 // A tensor of 2-byte elements in boxes, as the copy engine takes it: chunks of 16 bytes of a box's
-// rows of 128 bytes are swizzled. Sizes, and distances in elements of all dimensions but the inner.
+// rows of 128 bytes are swizzled. Sizes, and distances in elements of all dimensions but the inner;
+// `promotion` is how much the L2 cache asks the memory for at once.
 template <int kDimensions>
 CUtensorMap boxes_of(const char* op, const at::Tensor& tensor,
                      const cuuint64_t (&sizes)[kDimensions],
                      const cuuint64_t (&distances)[kDimensions - 1],
-                     const cuuint32_t (&box)[kDimensions])
+                     const cuuint32_t (&box)[kDimensions], CUtensorMapL2promotion promotion)
 {
     static const auto encode = [] {
         void* found = nullptr;
@@ -41,8 +42,8 @@ CUtensorMap boxes_of(const char* op, const at::Tensor& tensor,
                tensor.scalar_type() == at::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                  : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
                kDimensions, const_cast<void*>(tensor.const_data_ptr()), sizes, strides, box, steps,
-               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-               CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
+               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     TORCH_CHECK(result == CUDA_SUCCESS, op, ": no tensor map, error ",
                 text(static_cast<int64_t>(result)));
     return map;
