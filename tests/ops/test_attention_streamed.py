@@ -60,7 +60,6 @@ def shifted(tensor: torch.Tensor) -> torch.Tensor:
         ({}, {"values": shifted}, False),
         ({}, {"projected": shifted}, True),
     ],
-    ids=str,
 )
 def test_which_layers(options, changes, expected, monkeypatch):
     assert takes(monkeypatch, changes, **options) is expected
