@@ -33,8 +33,7 @@ def _gate_and_normalise(
     BLOCK_HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B x tiles of a row's heads). One program for BLOCK_HEADS heads, of one token or several of its row: numbers
-    of tokens are divided once a program, for a division takes as long as all that is done for an element.
+    """Grid (B * tiles of a row's heads). One program for BLOCK_HEADS heads, of one token or several of a row.
 
     Where there are counts, a column of T has so many rows of B at its top, and zeros come of the others, whatever they
     hold.
