@@ -45,10 +45,8 @@ def _norm_and_rotate(
     """Grid (tokens of all rows, blocks of heads, those of queries first). A dimension's partner is read again."""
     announce(PDL)
     dtype: tl.constexpr = projected.dtype.element_ty
-    at = tl.program_id(0)
-    row = (at // tokens).to(tl.int64)  # divided in 32 bits, which takes a third of 64
-    at = at.to(tl.int64)
-    token = at - row * tokens
+    at = tl.program_id(0).to(tl.int64)
+    row, token = at // tokens, at % tokens
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     is_key = (head >= H)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
