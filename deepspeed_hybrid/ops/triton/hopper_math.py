@@ -5,7 +5,7 @@
 
 They matter where every element of a prompt passes: Hopper issues a quarter as many exponentials, reciprocals and
 conversions of single values as it does additions, and of these kernels instructions take longer than the memory.
-HOPPER says whether the card has the instructions; elsewhere, and in the interpreter, the plain expressions stand.
+HOPPER says whether the card has the instructions; elsewhere, and in Triton's interpreter, the plain expressions stand.
 """
 
 import triton
@@ -13,11 +13,13 @@ import triton.language as tl
 
 from deepspeed_hybrid.ops.triton.rounding import rounded
 
+COMPILED = tl.constexpr(isinstance(rounded, triton.JITFunction))  # the interpreter has no instructions of a card
+
 
 @triton.jit
 def sigmoid(values, HOPPER: tl.constexpr):
     """Of fp32. The plain expression also provides for denormal results: here values below -87 come out as zero."""
-    if HOPPER:
+    if HOPPER and COMPILED:
         return tl.inline_asm_elementwise(
             """{
                 .reg .f32 t;
@@ -38,7 +40,7 @@ def sigmoid(values, HOPPER: tl.constexpr):
 @triton.jit
 def silu(values, HOPPER: tl.constexpr):
     """Of fp32, likewise."""
-    if HOPPER:
+    if HOPPER and COMPILED:
         return values * sigmoid(values, HOPPER)
     return values / (1.0 + tl.exp(-values))
 
@@ -48,7 +50,7 @@ def rounded_in_pairs(same: tl.constexpr, values, dtype: tl.constexpr, HOPPER: tl
     """As ``rounded_if``: two values in one conversion, where one by one each would take as long as an exponential."""
     if not same:
         return values
-    if HOPPER and dtype == tl.bfloat16:
+    if HOPPER and COMPILED and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             """{
                 .reg .b32 t;
