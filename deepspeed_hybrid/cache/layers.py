@@ -133,9 +133,10 @@ class SlotKVLayer(StaticLayer):
         if keep is not None:
             keep(self.keys, self.values, key_states, value_states, rows, plan.write_positions, entering)
         else:
-            if entering is not None:
+            if plan.first:
+                written = plan.kv_length if plan.token_mask is None else 0  # without padding, by what follows
                 for buffer in (self.keys, self.values):
-                    buffer.index_fill_(0, plan.slots, 0.0)
+                    buffer[:, :, written:].index_fill_(0, plan.slots, 0.0)
             where = (rows[:, None], slice(None), plan.write_positions)
             self.keys[where] = key_states.transpose(1, 2)
             self.values[where] = value_states.transpose(1, 2)
