@@ -23,10 +23,32 @@ def arguments_of(rows: int, heads: int, tokens: int, size: int, dtype: torch.dty
     }
 
 
-def kept(keys, values, key, value, slots, positions) -> dict[str, torch.Tensor]:
+def entering(arguments: dict) -> dict:
+    """The same for rows that enter their slots, left-padded: of different lengths, one without padding, one empty.
+
+    Two rows of padding alone share a slot, as those do that fill a shape.
+    """
+    rows, tokens = arguments["positions"].shape
+    lengths = torch.tensor([tokens, 0, tokens // 2, 0, 1])[:rows]
+    positions = torch.arange(tokens) - (tokens - lengths)[:, None]
+    last = arguments["keys"].shape[2] - 1
+    slots = arguments["slots"].clone()
+    slots[3:4] = slots[1:2]
+    return {
+        **arguments,
+        "slots": slots,
+        "positions": positions.masked_fill(positions < 0, last),
+        "lengths": lengths,
+    }
+
+
+def kept(keys, values, key, value, slots, positions, lengths=None) -> dict[str, torch.Tensor]:
     buffers = {"keys": keys.clone(), "values": values.clone()}
     for buffer, part in zip(buffers.values(), (key, value), strict=True):
         for row, slot in enumerate(slots.tolist()):
+            if lengths is not None:
+                buffer[slot, :, lengths[row] :] = 0.0
             for token, position in enumerate(positions[row].tolist()):
-                buffer[slot, :, position] = part[row, :, token]
+                if lengths is None or position < lengths[row]:
+                    buffer[slot, :, position] = part[row, :, token]
     return buffers

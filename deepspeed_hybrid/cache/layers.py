@@ -127,16 +127,16 @@ class SlotKVLayer(StaticLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         plan = self.holder.plan
-        if plan.first:
-            # Masked positions are still multiplied by zero: a NaN that an earlier row left there would spread. Without
-            # padding all others are about to be written.
-            written = plan.kv_length if plan.token_mask is None else 0
-            for buffer in (self.keys, self.values):
-                buffer[:, :, written:].index_fill_(0, plan.slots, 0.0)
+        # Masked positions are still multiplied by zero: a NaN that an earlier row left there would spread.
+        entering = plan.lengths() if plan.first else None
         rows = plan.slots if plan.slots is not None else self.holder.once("write_slots", self._write_slots)
         if keep is not None:
-            keep(self.keys, self.values, key_states, value_states, rows, plan.write_positions)
+            keep(self.keys, self.values, key_states, value_states, rows, plan.write_positions, entering)
         else:
+            if plan.first:
+                written = plan.kv_length if plan.token_mask is None else 0  # without padding, by what follows
+                for buffer in (self.keys, self.values):
+                    buffer[:, :, written:].index_fill_(0, plan.slots, 0.0)
             where = (rows[:, None], slice(None), plan.write_positions)
             self.keys[where] = key_states.transpose(1, 2)
             self.values[where] = value_states.transpose(1, 2)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from decode_cases import same_bits
 from gdn_decode_cases import interpreted
-from keep_tokens_cases import arguments_of, kept
+from keep_tokens_cases import arguments_of, entering, kept
 
 from deepspeed_hybrid.ops.keep_tokens import keep_tokens, keep_tokens_reference
 
@@ -34,6 +34,26 @@ def test_places(op, rows, heads, tokens, size, dtype):
 
 
 @both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows, heads, tokens, size", [(1, 1, 1, 1), (5, 3, 17, 20), (3, 2, 9, 256), (4, 2, 70, 32)])
+def test_a_row_that_enters_leaves_zeros_behind_it(op, rows, heads, tokens, size, dtype):
+    arguments = entering(arguments_of(rows, heads, tokens, size, dtype))
+    expected = kept(**arguments)
+    op(**arguments)
+    assert all(same_bits(arguments[name], buffer) for name, buffer in expected.items())
+
+
+@both
+def test_a_slot_longer_than_a_tile_is_cleared(op):
+    arguments = entering(arguments_of(2, 1, 3, 256))
+    for name in ("keys", "values"):
+        arguments[name] = torch.full((4, 1, 300, 256), float("nan"))
+    expected = kept(**arguments)
+    op(**arguments)
+    assert all(same_bits(arguments[name], buffer) for name, buffer in expected.items())
+
+
+@both
 def test_no_tokens(op):
     arguments = arguments_of(0, 2, 3, 16)
     op(**arguments)
@@ -42,7 +62,8 @@ def test_no_tokens(op):
 
 def test_opcheck():
     arguments = arguments_of(2, 2, 5, 8)
-    torch.library.opcheck(torch.ops.deepspeed_hybrid.keep_tokens.default, tuple(arguments.values()))
+    for case in (arguments, entering(arguments)):
+        torch.library.opcheck(torch.ops.deepspeed_hybrid.keep_tokens.default, tuple(case.values()))
 
 
 def test_a_gradient_is_refused():
@@ -64,11 +85,13 @@ def test_a_gradient_is_refused():
         ("slots", lambda tensor: tensor.int(), "slots must be"),
         ("positions", lambda tensor: tensor[:, 1:], "positions must be"),
         ("positions", lambda tensor: tensor.to("meta"), "positions is on meta"),
+        ("lengths", lambda tensor: tensor[:1], "lengths must be"),
+        ("lengths", lambda tensor: tensor.int(), "lengths must be"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_bad_arguments_are_refused(name, change, message):
-    arguments = arguments_of(2, 2, 5, 8)
+    arguments = entering(arguments_of(2, 2, 5, 8))
     arguments[name] = change(arguments[name])
     with pytest.raises(RuntimeError, match=message):
         keep_tokens_reference(**arguments)

@@ -6,7 +6,7 @@
 import pytest
 import torch
 from decode_cases import same_bits
-from keep_tokens_cases import arguments_of, kept
+from keep_tokens_cases import arguments_of, entering, kept
 
 from deepspeed_hybrid.ops.keep_tokens import keep_tokens
 
@@ -30,6 +30,17 @@ def on_gpu(arguments: dict) -> dict:
 )
 def test_places(rows, heads, tokens, size, dtype):
     arguments = arguments_of(rows, heads, tokens, size, dtype)
+    expected, moved = kept(**arguments), on_gpu(arguments)
+    keep_tokens(**moved)
+    assert all(same_bits(moved[name].cpu(), buffer) for name, buffer in expected.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "rows, heads, tokens, size", [(1, 4, 128, 256), (5, 4, 61, 256), (4, 8, 33, 96), (1, 1, 1, 1)]
+)
+def test_a_row_that_enters_leaves_zeros_behind_it(rows, heads, tokens, size, dtype):
+    arguments = entering(arguments_of(rows, heads, tokens, size, dtype))
     expected, moved = kept(**arguments), on_gpu(arguments)
     keep_tokens(**moved)
     assert all(same_bits(moved[name].cpu(), buffer) for name, buffer in expected.items())
