@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// DeepSpeed Team
+
+#pragma once
+
+#include "../gdn_streamed/gdn_streamed.h"
+
+namespace ds_hybrid {
+
+constexpr int kMostTokens = 8;  // of a launch
+constexpr int kTaken = 16;      // tokens that a state takes in at a time
+constexpr int kLag = kMostTokens - 1;
+constexpr int kMostBeside = kTaken + kLag - 1 + kMostTokens;  // tokens before a launch's first one
+constexpr int kMostRing = 64;                                 // places for a row's tokens, at most
+
+// As of gdn_streamed, but for T tokens a row: T * B rows of `projected` and `out`, token by token,
+// and rings of `places` for keys, deltas and decays. The window is written if T is 1.
+struct GdnStreamedBlockArguments : GdnStreamedArguments {
+    const int64_t* stepped;  // [B] tokens that the row's last step has brought
+    int tokens, places;
+};
+
+void launch_gdn_streamed_block(const GdnStreamedBlockArguments& args, cudaStream_t stream);
+
+}  // namespace ds_hybrid

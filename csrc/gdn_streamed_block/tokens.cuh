@@ -1,0 +1,256 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// DeepSpeed Team
+
+#pragma once
+
+#include "feed.cuh"
+#include "tensor_core.cuh"
+
+// What a block's tokens bring, and what they and the kept ones have to do with one another.
+
+namespace ds_hybrid {
+
+constexpr int kChunks = kDim / 8;  // of 16 bytes, of a key
+constexpr int kKeyRows = 2 * 16;   // of kept keys for the tensor cores, in tiles of 16
+static_assert(kMostBeside <= kKeyRows);
+
+// How many tokens a warp has of a block.
+template <int kTokens>
+constexpr int kShare = kTokens < kGroupWarps ? 1 : kTokens / kGroupWarps;
+
+// Of one group. A pair is a coefficient of something with a token's key, and with its query.
+template <int kTokens>
+struct alignas(128) Scratch {
+    // Key and query of a channel, for all tokens; padded, since lanes write four channels each.
+    static constexpr int kPitch = kTokens == 1 ? 1 : kTokens + 2;
+    struct Products {
+        float2 key_query[kDim * kPitch];
+        uint4 kept_keys[kKeyRows * kChunks];           // swizzled
+        uint4 keys_queries[2 * kMostTokens * kChunks];  // keys, and behind them queries
+        float left[kMostBeside + kMostTokens + 1][kTokens];
+    };
+    union {
+        Products products;
+        float sums[2][kGroupWarps][kTokens][kDim];  // of the state, by warp, with keys and queries
+    };
+    float2 kept[kMostBeside][kTokens], own[kTokens][kTokens];
+    float of_state[kTokens], beta[kTokens];
+    float decays[kMostBeside + kMostTokens];
+    // What decays leave of a state, and of the tokens that it takes in, when it does so.
+    float taken[2], faded[2][kMostBeside];
+    uint2 values[kTokens][kDim / 4];
+    float core[kTokens][kDim];
+
+    // Where a channel's pairs are.
+    static __device__ __forceinline__ int pairs_of(int channel)
+    {
+        return (channel % 4 * (kDim / 4) + channel / 4) * kPitch;
+    }
+};
+
+__device__ __forceinline__ int chunk_at(int row, int chunk)
+{
+    return row * kChunks + (chunk ^ row % kSwizzledRows);
+}
+
+// Four channels of a lane.
+template <typename Element>
+__device__ __forceinline__ void unpack(float (&to)[4], const uint2& words)
+{
+    const float2 low = values_of<Element>(words.x), high = values_of<Element>(words.y);
+    to[0] = low.x;
+    to[1] = low.y;
+    to[2] = high.x;
+    to[3] = high.y;
+}
+
+template <typename Element>
+__device__ __forceinline__ uint32_t packed(float low, float high)
+{
+    const auto bits = [](float value) {
+        return static_cast<uint32_t>(static_cast<Element>(value).x);
+    };
+    return bits(high) << 16 | bits(low);
+}
+
+template <typename Element>
+__device__ __forceinline__ uint2 packed(const float (&from)[4])
+{
+    return {packed<Element>(from[0], from[1]), packed<Element>(from[2], from[3])};
+}
+
+// Conv with SiLU of a lane's four channels of one part, each rounded, as heads.cuh's activated().
+template <typename Element>
+__device__ __forceinline__ void activate(float (&to)[4], const Beside& beside, int part, int token,
+                                         int position, int lane)
+{
+    float sums[4] = {}, raw[4], taps[4][4];
+    const uint4* const of_lane = reinterpret_cast<const uint4*>(&beside.taps[part][lane * 4]);
+    const uint4* const older = reinterpret_cast<const uint4*>(&beside.window[part][lane * 4]);
+    uint4 both[2] = {of_lane[0], of_lane[1]};
+    uint2 words[4] = {{both[0].x, both[0].y}, {both[0].z, both[0].w}, {both[1].x, both[1].y},
+                      {both[1].z, both[1].w}};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) unpack<Element>(taps[i], words[i]);
+#pragma unroll
+    for (int age = 1; age < kTaps; ++age) {
+        float before[4];
+        if (token >= age) {
+            unpack<Element>(before, reinterpret_cast<const uint2*>(
+                                        beside.raw[token - age][part])[lane]);
+        } else {
+            const int place = (position + token - age + kTaps) % kTaps;
+            both[0] = older[0];
+            both[1] = older[1];
+            const uint32_t pairs[] = {place < 2 ? both[0].x : both[0].y,
+                                      place < 2 ? both[0].z : both[0].w,
+                                      place < 2 ? both[1].x : both[1].y,
+                                      place < 2 ? both[1].z : both[1].w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                before[i] = value_of<Element>(pairs[i] >> place % 2 * 16 & 0xffffu);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[i] = fmaf(before[i], taps[i][kTaps - 1 - age], sums[i]);
+    }
+    unpack<Element>(raw, reinterpret_cast<const uint2*>(beside.raw[token][part])[lane]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        to[i] = rounded<Element>(silu(rounded<Element>(fmaf(raw[i], taps[i][kTaps - 1], sums[i]))));
+    }
+}
+
+template <typename Element>
+__device__ __forceinline__ void normalise(float (&head)[4])
+{
+    const float squares = sum_of_lanes<kWarp>(head[0] * head[0] + head[1] * head[1] +
+                                              head[2] * head[2] + head[3] * head[3]);
+    const float factor = rsqrtf(squares + kNormEps);
+#pragma unroll
+    for (float& value : head) value = rounded<Element>(value * factor);
+}
+
+// A warp's tokens, and what is kept, into scratch; keys into their ring, which no one reads there
+// before these tokens are some.
+template <typename Element, int kTokens>
+__device__ __forceinline__ void bring(const GdnStreamedBlockArguments& args, const Head& head,
+                                      const BlockPlace& place, const Beside& beside,
+                                      Scratch<kTokens>& scratch, uint2 (&gates)[kShare<kTokens>],
+                                      int thread)
+{
+    auto& products = scratch.products;
+    const int warp = thread / kWarp, lane = thread % kWarp;
+#pragma unroll
+    for (int share = 0; share < kShare<kTokens>; ++share) {
+        const int token = share * kGroupWarps + warp;
+        if (token >= kTokens) break;
+        float query[4], key[4], value[4];
+        activate<Element>(query, beside, 0, token, place.position, lane);
+        activate<Element>(key, beside, 1, token, place.position, lane);
+        activate<Element>(value, beside, 2, token, place.position, lane);
+        gates[share] = reinterpret_cast<const uint2*>(beside.raw[token][3])[lane];
+        normalise<Element>(query);
+        normalise<Element>(key);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            products.key_query[Scratch<kTokens>::pairs_of(lane * 4 + i) + token] =
+                make_float2(key[i], query[i]);
+        }
+        const uint2 words = packed<Element>(key);
+        uint2* const rows = reinterpret_cast<uint2*>(products.keys_queries);
+        rows[chunk_at(token, lane / 2) * 2 + lane % 2] = words;
+        rows[chunk_at(kMostTokens + token, lane / 2) * 2 + lane % 2] = packed<Element>(query);
+        scratch.values[token][lane] = packed<Element>(value);
+        if (head.first && token < place.count) {
+            const int64_t in_ring =
+                head.of_keys(args) * args.places + (place.position + token) % args.places;
+            static_cast<uint2*>(args.keys)[in_ring * (kDim / 4) + lane] = words;
+        }
+    }
+    for (int i = thread; i < place.kept * kChunks; i += kGroupThreads) {
+        const int row = i / kChunks, chunk = i % kChunks;
+        products.kept_keys[chunk_at(row, chunk)] = beside.keys[row][chunk];
+    }
+    if (thread < place.kept) {
+        scratch.decays[thread] = beside.decays[(place.oldest(args) + thread) % args.places];
+    }
+}
+
+// What decays leave, by the time of each token and when a state takes tokens in, of the token
+// before `number` and of those before it: of the state that has these in it, too. A product's bits
+// go by which decays are in it alone.
+template <int kTokens>
+__device__ __forceinline__ void fade(const BlockPlace& place, Scratch<kTokens>& scratch, int number)
+{
+    if (number > place.kept + kTokens) return;
+    float left = 1.0f;
+    const auto look = [&](int token) {
+#pragma unroll
+        for (int which = 0; which < 2; ++which) {
+            const int from = which ? place.first : 0, end = which ? place.last : place.first;
+            if (token != end) continue;
+            if (number == from) scratch.taken[which] = left;
+            if (number > from && number <= end) scratch.faded[which][number - 1] = left;
+        }
+    };
+#pragma unroll 4
+    for (int token = 0; token < place.kept; ++token) {
+        look(token);
+        if (token >= number) left *= scratch.decays[token];
+    }
+    look(place.kept);
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) {
+        if (place.kept + i >= number) left *= scratch.decays[place.kept + i];
+        scratch.products.left[number][i] = left;
+    }
+}
+
+// Products of 16 keys, from `rows` on, with keys and queries of all tokens.
+template <typename Element>
+__device__ __forceinline__ void multiply_keys(float (&with_keys)[4], float (&with_queries)[4],
+                                              const uint4* rows, const uint4* keys_queries)
+{
+    const int lane = threadIdx.x % kWarp;
+#pragma unroll
+    for (int step = 0; step < kDim / 16; ++step) {
+        const uint4 a = load_matrices(rows + chunk_at(lane % 16, step * 2 + lane / 16));
+        // Rows 0-7 of it are keys, rows 8-15 queries, and here the second operand.
+        const uint4 b = load_matrices(keys_queries + chunk_at(lane % 16, step * 2 + lane / 16));
+        multiply_tile<Element>(with_keys, a, b.x, b.z);
+        multiply_tile<Element>(with_queries, a, b.y, b.w);
+    }
+}
+
+// Of kept tokens, those of one tile, and of the block's own: coefficients into scratch.
+template <typename Element, int kTokens>
+__device__ __forceinline__ void weigh(const BlockPlace& place, Scratch<kTokens>& scratch, int tile,
+                                      const float (&with_keys)[4], const float (&with_queries)[4])
+{
+    const int lane = threadIdx.x % kWarp;
+    const bool own = tile < 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4 + i / 2 * 8, token = lane % 4 * 2 + i % 2;
+        if (token >= kTokens) continue;
+        if (own) {
+            if (row >= kTokens) continue;
+            const float left = scratch.products.left[place.kept + row + 1][token];
+            float2 pair = make_float2(with_keys[i] * left, rounded<Element>(with_queries[i] * left));
+            if (row == token) pair.y = rounded<Element>(with_queries[i]);
+            scratch.own[row][token] = pair;
+            continue;
+        }
+        const int kept = tile * 16 + row;
+        if (kept >= place.kept) continue;
+        const bool beside = kept >= (token < place.change ? place.first : place.last);
+        const float left = scratch.products.left[kept + 1][token];
+        scratch.kept[kept][token] =
+            beside ? make_float2(with_keys[i] * left, rounded<Element>(with_queries[i] * left))
+                   : make_float2(0.0f, 0.0f);
+    }
+}
+
+}  // namespace ds_hybrid
