@@ -69,7 +69,7 @@ class Rollout:
         wrong = torch.randn(block.shape, generator=torch.Generator().manual_seed(length)).to(block)
         block = torch.where((index < accepted)[..., None], block, wrong)
         block = torch.where((index < counts)[..., None], block, float("nan"))
-        projected = slice_of_poison(block.flatten(0, 1).cpu(), -(-columns // 8) * 8 + 8, 8).to(left.device)
+        projected = slice_of_poison(block.flatten(0, 1), -(-columns // 8) * 8 + 8, 8)
         position = self.prompts + self.done
         rest = {name: value for name, value in self.layer.items() if name != "position"}
         where = dict(position=position, answered=self.done + 1, stepped=self.stepped, counts=counts)

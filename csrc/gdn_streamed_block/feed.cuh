@@ -104,8 +104,8 @@ struct Feeder {
                 (static_cast<int64_t>(token) * args.rows + head.row) * args.stride;
 #pragma unroll
             for (int part = 0; part < 4; ++part) {
-                const int from = part < 3 ? head.channel(args, part)
-                                          : args.channels + head.value_head * kDim;
+                const int from =
+                    part < 3 ? head.channel(args, part) : args.channels + head.value_head * kDim;
                 copy(inbox.beside.raw[token][part], projected + from, kPartBytes);
             }
         }

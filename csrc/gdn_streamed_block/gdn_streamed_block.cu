@@ -262,8 +262,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     float gain[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        gain[i] = value_of<Element>(
-            args.norm_weight, bits_at(args.norm_weight, threadIdx.x % kWarp * 4 + i));
+        gain[i] = value_of<Element>(args.norm_weight,
+                                    bits_at(args.norm_weight, threadIdx.x % kWarp * 4 + i));
     }
     Ahead ahead;
     wait_for_predecessor();

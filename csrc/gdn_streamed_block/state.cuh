@@ -51,9 +51,9 @@ struct Sums {
     {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            const float2* const pairs =
-                scratch.products.key_query + Scratch<kTokens>::pairs_of(row) +
-                i * (kDim / 4) * Scratch<kTokens>::kPitch;
+            const float2* const pairs = scratch.products.key_query +
+                                        Scratch<kTokens>::pairs_of(row) +
+                                        i * (kDim / 4) * Scratch<kTokens>::kPitch;
             float2 both[kTokens];
             if constexpr (kTokens == 1) {
                 both[0] = pairs[0];

@@ -26,7 +26,7 @@ struct alignas(128) Scratch {
     static constexpr int kPitch = kTokens == 1 ? 1 : kTokens + 2;
     struct Products {
         float2 key_query[kDim * kPitch];
-        uint4 kept_keys[kKeyRows * kChunks];           // swizzled
+        uint4 kept_keys[kKeyRows * kChunks];            // swizzled
         uint4 keys_queries[2 * kMostTokens * kChunks];  // keys, and behind them queries
         float left[kMostBeside + kMostTokens + 1][kTokens];
     };
@@ -89,7 +89,9 @@ __device__ __forceinline__ void activate(float (&to)[4], const Beside& beside, i
     const uint4* const of_lane = reinterpret_cast<const uint4*>(&beside.taps[part][lane * 4]);
     const uint4* const older = reinterpret_cast<const uint4*>(&beside.window[part][lane * 4]);
     uint4 both[2] = {of_lane[0], of_lane[1]};
-    uint2 words[4] = {{both[0].x, both[0].y}, {both[0].z, both[0].w}, {both[1].x, both[1].y},
+    uint2 words[4] = {{both[0].x, both[0].y},
+                      {both[0].z, both[0].w},
+                      {both[1].x, both[1].y},
                       {both[1].z, both[1].w}};
 #pragma unroll
     for (int i = 0; i < 4; ++i) unpack<Element>(taps[i], words[i]);
@@ -97,16 +99,15 @@ __device__ __forceinline__ void activate(float (&to)[4], const Beside& beside, i
     for (int age = 1; age < kTaps; ++age) {
         float before[4];
         if (token >= age) {
-            unpack<Element>(before, reinterpret_cast<const uint2*>(
-                                        beside.raw[token - age][part])[lane]);
+            unpack<Element>(before,
+                            reinterpret_cast<const uint2*>(beside.raw[token - age][part])[lane]);
         } else {
             const int place = (position + token - age + kTaps) % kTaps;
             both[0] = older[0];
             both[1] = older[1];
-            const uint32_t pairs[] = {place < 2 ? both[0].x : both[0].y,
-                                      place < 2 ? both[0].z : both[0].w,
-                                      place < 2 ? both[1].x : both[1].y,
-                                      place < 2 ? both[1].z : both[1].w};
+            const uint32_t pairs[] = {
+                place < 2 ? both[0].x : both[0].y, place < 2 ? both[0].z : both[0].w,
+                place < 2 ? both[1].x : both[1].y, place < 2 ? both[1].z : both[1].w};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 before[i] = value_of<Element>(pairs[i] >> place % 2 * 16 & 0xffffu);
@@ -238,7 +239,8 @@ __device__ __forceinline__ void weigh(const BlockPlace& place, Scratch<kTokens>&
         if (own) {
             if (row >= kTokens) continue;
             const float left = scratch.products.left[place.kept + row + 1][token];
-            float2 pair = make_float2(with_keys[i] * left, rounded<Element>(with_queries[i] * left));
+            float2 pair =
+                make_float2(with_keys[i] * left, rounded<Element>(with_queries[i] * left));
             if (row == token) pair.y = rounded<Element>(with_queries[i]);
             scratch.own[row][token] = pair;
             continue;
