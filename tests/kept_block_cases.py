@@ -9,7 +9,7 @@ import torch
 from gdn_decode_cases import Shape, arguments_of, tokens_of
 from glue_cases import slice_of_poison
 
-from deepspeed_hybrid.ops.gdn_kept_block import MOST_TOKENS, in_state, places_for, taken_in
+from deepspeed_hybrid.ops.gdn_kept_block import PLACES, in_state, taken_in
 
 RINGS = "keys", "deltas", "decays"
 SLOTS = "window", "state", *RINGS
@@ -19,7 +19,6 @@ def kept_layer(
     shape: Shape,
     positions: list[int],
     rounded: bool = False,
-    most_tokens: int = MOST_TOKENS,
     seed: int = 0,
     **options,
 ) -> dict:
@@ -29,12 +28,12 @@ def kept_layer(
     arguments = arguments_of(shape, rows, slots=rows + 1, seed=seed, **options)
     for name in ("parked", "projected"):
         del arguments[name]
-    places, dtype = places_for(most_tokens), arguments["window"].dtype if rounded else torch.float32
+    dtype = arguments["window"].dtype if rounded else torch.float32
     nan = float("nan")
     rings = {
-        "keys": torch.full((rows + 1, shape.key_heads, places, shape.key_dim), nan, dtype=dtype),
-        "deltas": torch.full((rows + 1, shape.value_heads, places, shape.value_dim), nan),
-        "decays": torch.full((rows + 1, shape.value_heads, places), nan),
+        "keys": torch.full((rows + 1, shape.key_heads, PLACES, shape.key_dim), nan, dtype=dtype),
+        "deltas": torch.full((rows + 1, shape.value_heads, PLACES, shape.value_dim), nan),
+        "decays": torch.full((rows + 1, shape.value_heads, PLACES), nan),
     }
     return arguments | rings | {"position": torch.tensor(positions), "rounded_heads": rounded}
 

@@ -24,9 +24,15 @@ static_assert(kStages < kHeadStages,
 struct Beside {
     float deltas[kMostBeside][kDim];
     uint4 keys[kMostBeside][kDim / 8];
-    uint2 window[3][kDim], taps[3][kDim];  // of query, key and value
+    uint2 window[3][kDim], taps[3][kDim];  // of query, key and value; or in the window's place ...
     uint16_t raw[kMostTokens][4][kDim];    // query, key, value and gate as projected
     float decays[kMostRing];
+
+    // ... raw values of the three tokens before the launch's first one, which are in no window yet.
+    __device__ __forceinline__ const uint16_t* earlier(int part, int age) const
+    {
+        return reinterpret_cast<const uint16_t*>(window[part]) + (age - 1) * kDim;
+    }
 };
 
 // A group's own, so that none waits for another's turn.
@@ -78,14 +84,30 @@ struct Feeder {
         expect_bytes(shared_address(&inbox.beside_full), bytes);
     }
 
+    __device__ __forceinline__ const uint16_t* projected(const Head& head, int token) const
+    {
+        return static_cast<const uint16_t*>(args.projected) +
+               (static_cast<int64_t>(token) * args.rows + head.row) * args.stride;
+    }
+
     __device__ __forceinline__ void send_older(const Head& head) const
     {
-        expect(sizeof(inbox.beside.window) + sizeof(inbox.beside.taps));
+        constexpr int kPartBytes = sizeof(inbox.beside.raw[0][0]);
+        expect((args.ahead ? 9 * kPartBytes : sizeof(inbox.beside.window)) +
+               sizeof(inbox.beside.taps));
 #pragma unroll
         for (int part = 0; part < 3; ++part) {
-            copy(inbox.beside.window[part],
-                 static_cast<const uint2*>(args.window) + head.of_channels(args, part),
-                 sizeof(inbox.beside.window[part]));
+            if (args.ahead) {
+#pragma unroll
+                for (int age = 1; age < kTaps; ++age) {
+                    copy(const_cast<uint16_t*>(inbox.beside.earlier(part, age)),
+                         projected(head, -age) + head.channel(args, part), kPartBytes);
+                }
+            } else {
+                copy(inbox.beside.window[part],
+                     static_cast<const uint2*>(args.window) + head.of_channels(args, part),
+                     sizeof(inbox.beside.window[part]));
+            }
             copy(inbox.beside.taps[part],
                  static_cast<const uint2*>(args.conv_weight) + head.channel(args, part),
                  sizeof(inbox.beside.taps[part]));
@@ -99,14 +121,11 @@ struct Feeder {
         expect(tokens * 4 * kPartBytes);
 #pragma unroll 1
         for (int token = 0; token < tokens; ++token) {
-            const uint16_t* const projected =
-                static_cast<const uint16_t*>(args.projected) +
-                (static_cast<int64_t>(token) * args.rows + head.row) * args.stride;
 #pragma unroll
             for (int part = 0; part < 4; ++part) {
                 const int from =
                     part < 3 ? head.channel(args, part) : args.channels + head.value_head * kDim;
-                copy(inbox.beside.raw[token][part], projected + from, kPartBytes);
+                copy(inbox.beside.raw[token][part], projected(head, token) + from, kPartBytes);
             }
         }
     }
@@ -156,6 +175,7 @@ struct Feeder {
     {
         const int items = args.items();
         if (item >= items) return;
+        if (args.ahead) wait_for_predecessor();  // which has written states
         send_older(Head(args, item));
         BlockPlace here = {}, next = {};
         here.count = 1;

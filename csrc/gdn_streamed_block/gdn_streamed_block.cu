@@ -76,19 +76,23 @@ __device__ __forceinline__ void weigh_all(const BlockPlace& place, Scratch<kToke
 {
     const int warp = thread / kWarp;
     const auto& products = scratch.products;
-    float kept[2][4] = {}, own[2][4] = {};
-    const bool has_tile = warp < 2 && warp * 16 < place.kept, has_own = warp == 1;
-    if (has_tile) {
-        multiply_keys<Element>(kept[0], kept[1], products.kept_keys + warp * 16 * kChunks,
+    // Tiles of kept tokens 0 and 2 are the first warp's, 1 and the block's own the second one's.
+    float front[2][4] = {}, back[2][4] = {};
+    const bool own = warp == 1, has_front = warp < 2 && warp * 16 < place.kept;
+    const bool has_back = own || (warp == 0 && 2 * 16 < place.kept);
+    if (has_front) {
+        multiply_keys<Element>(front[0], front[1], products.kept_keys + warp * 16 * kChunks,
                                products.keys_queries);
     }
-    if (has_own) {
-        multiply_keys<Element>(own[0], own[1], products.keys_queries, products.keys_queries);
+    if (has_back) {
+        multiply_keys<Element>(back[0], back[1],
+                               own ? products.keys_queries : products.kept_keys + 2 * 16 * kChunks,
+                               products.keys_queries);
     }
     if (warp >= 2) fade(place, scratch, thread - 2 * kWarp);
     meet_group(group);
-    if (has_tile) weigh<Element>(place, scratch, warp, kept[0], kept[1]);
-    if (has_own) weigh<Element>(place, scratch, -1, own[0], own[1]);
+    if (has_front) weigh<Element>(place, scratch, warp, front[0], front[1]);
+    if (has_back) weigh<Element>(place, scratch, own ? -1 : 2, back[0], back[1]);
     if (thread >= 2 * kWarp && thread < 2 * kWarp + kTokens) {
         const int token = thread - 2 * kWarp;
         const int in_state = token < place.change ? place.first : place.last;
@@ -181,7 +185,7 @@ __device__ __forceinline__ void take(const GdnStreamedBlockArguments& args, Inbo
     uint2 gates[kShare<kTokens>];
     if (warp == 0) open_gates<Element>(args, head, now, scratch, lane);
     bring<Element>(args, head, place, beside, scratch, gates, thread);
-    if (args.tokens == 1) enter_window(args, head, place.position, beside, thread);
+    if (args.tokens == 1 && !args.ahead) enter_window(args, head, place.position, beside, thread);
     meet_group(group);
     weigh_all<Element>(place, scratch, group, thread);
 
@@ -207,7 +211,7 @@ __device__ __forceinline__ void take(const GdnStreamedBlockArguments& args, Inbo
     }
     float of_key[kTokens], of_query[kTokens];
     multiply_state<Element>(place, scratch, inbox, args.state + head.of_values(args) * kDim * kDim,
-                            group, turn * kHeadStages, of_key, of_query);
+                            !args.ahead, group, turn * kHeadStages, of_key, of_query);
     if (place.last) give_back(inbox.beside_empty);
 
     const Element* const values = reinterpret_cast<const Element*>(scratch.values);

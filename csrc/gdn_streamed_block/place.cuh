@@ -11,8 +11,8 @@ namespace ds_hybrid {
 // Where a row is, and which of its tokens are in its state.
 //
 // A token's state has in it all tokens up to a multiple of 16 that is at least seven positions
-// back, and so none of a block that it may be in. Which, goes by its position alone: its bits do
-// not depend on how a row's tokens came in blocks. A launch finds the state of its predecessor's
+// back, and so none of a launch that it may be in. Which, goes by its position alone: its bits do
+// not depend on how a row's tokens came in blocks. A step finds the state of its predecessor's
 // first token, and leaves that of its own.
 struct BlockPlace {
     int position, count;
@@ -23,10 +23,11 @@ struct BlockPlace {
 
     __device__ __forceinline__ void load(const GdnStreamedBlockArguments& args, int row)
     {
-        position = static_cast<int>(args.position[row]);
-        count = static_cast<int>(args.counts[row]);
-        const int prompt = position + 1 - static_cast<int>(args.answered[row]);
-        const int before = position - static_cast<int>(args.stepped[row]);
+        const int begin = static_cast<int>(args.position[row]);
+        position = begin + args.ahead;
+        count = max(0, static_cast<int>(args.counts[row]) - args.ahead);
+        const int prompt = begin + 1 - static_cast<int>(args.answered[row]);
+        const int before = begin - (args.ahead ? 0 : static_cast<int>(args.stepped[row]));
         const auto in_state = [&](int token) { return max(prompt, (token - kLag) & -kTaken); };
         const int found = in_state(before);
         kept = position - found;

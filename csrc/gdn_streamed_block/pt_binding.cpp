@@ -8,6 +8,8 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+
 #include "describe.h"
 #include "gdn_streamed_block.h"
 
@@ -59,7 +61,7 @@ at::Tensor gdn_streamed_block(const at::Tensor& projected, const at::Tensor& win
                 text(projected.stride(0)));
     const int64_t rows = counts.size(0), heads = state.size(1);
     const int64_t tokens = rows ? projected.size(0) / rows : 0, places = decays.size(2);
-    TORCH_CHECK(tokens <= kMostTokens, "gdn_streamed_block: at most 8 tokens a row, got ",
+    TORCH_CHECK(tokens <= kMostOfStep, "gdn_streamed_block: at most 16 tokens a row, got ",
                 text(tokens));
     TORCH_CHECK(places % 4 == 0 && places <= kMostRing,
                 "gdn_streamed_block: rings must have a multiple of 4 places, 64 at most, got ",
@@ -68,7 +70,6 @@ at::Tensor gdn_streamed_block(const at::Tensor& projected, const at::Tensor& win
     const c10::cuda::CUDAGuard guard(projected.device());
     const at::Tensor out = at::empty({projected.size(0), heads * kDim}, projected.options());
     GdnStreamedBlockArguments args = {};
-    args.projected = projected.const_data_ptr();
     args.conv_weight = conv_weight.const_data_ptr();
     args.A_log = per_head(A_log, "A_log", projected);
     args.dt_bias = per_head(dt_bias, "dt_bias", projected);
@@ -82,19 +83,25 @@ at::Tensor gdn_streamed_block(const at::Tensor& projected, const at::Tensor& win
     args.keys = keys.mutable_data_ptr();
     args.deltas = deltas.mutable_data_ptr<float>();
     args.decays = decays.mutable_data_ptr<float>();
-    args.out = out.mutable_data_ptr();
     args.stride = projected.stride(0);
     args.eps = static_cast<float>(eps);
     args.rows = static_cast<int>(rows);
     args.key_heads = static_cast<int>(key_heads);
     args.value_heads = static_cast<int>(heads);
     args.channels = static_cast<int>(window.size(1));
-    args.tokens = static_cast<int>(tokens);
     args.places = static_cast<int>(places);
     args.type = type;
     C10_CUDA_CHECK(cudaDeviceGetAttribute(&args.processors, cudaDevAttrMultiProcessorCount,
                                           projected.get_device()));
-    if (rows && tokens) launch_gdn_streamed_block(args, c10::cuda::getCurrentCUDAStream());
+    // Behind one another, for what a launch has kept is what the next one finds.
+    for (int64_t ahead = 0; rows && ahead < tokens; ahead += kMostTokens) {
+        args.ahead = static_cast<int>(ahead);
+        args.tokens = static_cast<int>(std::min<int64_t>(tokens - ahead, kMostTokens));
+        args.projected = static_cast<const uint16_t*>(projected.const_data_ptr()) +
+                         ahead * rows * projected.stride(0);
+        args.out = static_cast<uint16_t*>(out.mutable_data_ptr()) + ahead * rows * heads * kDim;
+        launch_gdn_streamed_block(args, c10::cuda::getCurrentCUDAStream());
+    }
     return out;
 }
 

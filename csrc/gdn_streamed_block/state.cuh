@@ -82,8 +82,9 @@ struct Sums {
 // every stage, a lane four columns of them. What the first token finds in the state is written.
 template <typename Element, int kTokens>
 __device__ __forceinline__ void multiply_state(const BlockPlace& place, Scratch<kTokens>& scratch,
-                                               Inbox& inbox, float* state, int group, int number,
-                                               float (&known)[kTokens], float (&read)[kTokens])
+                                               Inbox& inbox, float* state, bool writes, int group,
+                                               int number, float (&known)[kTokens],
+                                               float (&read)[kTokens])
 {
     const int thread = threadIdx.x % kGroupThreads, warp = thread / kWarp, lane = thread % kWarp;
     const int column = lane * 4;
@@ -110,6 +111,7 @@ __device__ __forceinline__ void multiply_state(const BlockPlace& place, Scratch<
                 take_in<Element>(rows, inbox.beside, taken[0], 0, place.first, row, column);
 #pragma unroll
                 for (int i = 0; i < kRows; ++i) {
+                    if (!writes) break;
                     *reinterpret_cast<float4*>(state + (row + i) * kDim + column) =
                         make_float4(rows[i][0], rows[i][1], rows[i][2], rows[i][3]);
                 }
@@ -150,6 +152,7 @@ __device__ __forceinline__ void multiply_state(const BlockPlace& place, Scratch<
         known[token] = total(0);
         read[token] = total(1);
     }
+    meet_group(group);  // and the sums to what is read of them
 }
 
 }  // namespace ds_hybrid

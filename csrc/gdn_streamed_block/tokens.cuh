@@ -12,7 +12,7 @@
 namespace ds_hybrid {
 
 constexpr int kChunks = kDim / 8;  // of 16 bytes, of a key
-constexpr int kKeyRows = 2 * 16;   // of kept keys for the tensor cores, in tiles of 16
+constexpr int kKeyRows = 3 * 16;   // of kept keys for the tensor cores, in tiles of 16
 static_assert(kMostBeside <= kKeyRows);
 
 // How many tokens a warp has of a block.
@@ -33,6 +33,7 @@ struct alignas(128) Scratch {
     union {
         Products products;
         float sums[2][kGroupWarps][kTokens][kDim];  // of the state, by warp, with keys and queries
+        float core[kTokens][kDim];
     };
     float2 kept[kMostBeside][kTokens], own[kTokens][kTokens];
     float of_state[kTokens], beta[kTokens];
@@ -40,7 +41,6 @@ struct alignas(128) Scratch {
     // What decays leave of a state, and of the tokens that it takes in, when it does so.
     float taken[2], faded[2][kMostBeside];
     uint2 values[kTokens][kDim / 4];
-    float core[kTokens][kDim];
 
     // Where a channel's pairs are.
     static __device__ __forceinline__ int pairs_of(int channel)
@@ -83,7 +83,7 @@ __device__ __forceinline__ uint2 packed(const float (&from)[4])
 // Conv with SiLU of a lane's four channels of one part, each rounded, as heads.cuh's activated().
 template <typename Element>
 __device__ __forceinline__ void activate(float (&to)[4], const Beside& beside, int part, int token,
-                                         int position, int lane)
+                                         int position, bool ahead, int lane)
 {
     float sums[4] = {}, raw[4], taps[4][4];
     const uint4* const of_lane = reinterpret_cast<const uint4*>(&beside.taps[part][lane * 4]);
@@ -98,9 +98,10 @@ __device__ __forceinline__ void activate(float (&to)[4], const Beside& beside, i
 #pragma unroll
     for (int age = 1; age < kTaps; ++age) {
         float before[4];
-        if (token >= age) {
-            unpack<Element>(before,
-                            reinterpret_cast<const uint2*>(beside.raw[token - age][part])[lane]);
+        if (token >= age || ahead) {
+            const uint16_t* const there =
+                token >= age ? beside.raw[token - age][part] : beside.earlier(part, age - token);
+            unpack<Element>(before, reinterpret_cast<const uint2*>(there)[lane]);
         } else {
             const int place = (position + token - age + kTaps) % kTaps;
             both[0] = older[0];
@@ -148,9 +149,9 @@ __device__ __forceinline__ void bring(const GdnStreamedBlockArguments& args, con
         const int token = share * kGroupWarps + warp;
         if (token >= kTokens) break;
         float query[4], key[4], value[4];
-        activate<Element>(query, beside, 0, token, place.position, lane);
-        activate<Element>(key, beside, 1, token, place.position, lane);
-        activate<Element>(value, beside, 2, token, place.position, lane);
+        activate<Element>(query, beside, 0, token, place.position, args.ahead, lane);
+        activate<Element>(key, beside, 1, token, place.position, args.ahead, lane);
+        activate<Element>(value, beside, 2, token, place.position, args.ahead, lane);
         gates[share] = reinterpret_cast<const uint2*>(beside.raw[token][3])[lane];
         normalise<Element>(query);
         normalise<Element>(key);

@@ -10,9 +10,9 @@ is left to do for those that stay but to advance the row, and for those that do 
 
 A token is read with a state that has all tokens in it up to a multiple of 16, the last one that is seven positions
 back or more, and with the tokens since. That goes by its position alone: its bits do not depend on how a row's tokens
-come in blocks of up to eight. As none of a block are in the states of its tokens, one pass over the state that is
-there gives the products with all of them, with the one state or, from some token on, with the next. A step finds the
-state that was the last step's first token's, and leaves that of its own.
+come in blocks. As none of eight tokens are in the states of the others, one pass over the state that is there gives
+the products with all of them, with the one state or, from some token on, with the next; a block of more takes a pass
+for each eight. A step finds the state that was the last step's first token's, and leaves that of its own.
 
 With S the state, g the decays, k and d the kept tokens' keys and what was written for them, token t reads
 
@@ -28,17 +28,13 @@ from deepspeed_hybrid.ops.gdn_heads import checked_heads, gdn_heads_reference, h
 from deepspeed_hybrid.ops.inference import refuse_recording
 from deepspeed_hybrid.ops.rounding import rounded
 
-MOST_TOKENS = 8  # of a block
+MOST_TOKENS = 16  # of a block
 TAKEN = 16  # tokens that a state takes in at a time
-LAG = MOST_TOKENS - 1
+LAG = 7  # tokens at least that come before it does
 MOST_BESIDE = TAKEN + LAG - 1 + MOST_TOKENS  # tokens that a block finds beside a state
+PLACES = MOST_BESIDE + MOST_TOKENS + 2  # R: for these and for its own, in fours
 
 # Shapes: T tokens, B rows, S slots, C conv channels, K conv kernel, HK/HV key/value heads, DK/DV their dims, R places.
-
-
-def places_for(most_tokens: int) -> int:
-    """R, for steps of so many tokens: for what such a step finds and for its own, in fours."""
-    return -(-(TAKEN + LAG - 1 + 2 * most_tokens) // 4) * 4
 
 
 def in_state(position: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
@@ -237,18 +233,18 @@ def gdn_kept_block(
 ) -> torch.Tensor:
     """The outputs of up to T new tokens a row, one after another, each of which is put beside the state.
 
-    On CUDA this is one launch of the op gdn_streamed_block, without a host sync, for layers that
+    On CUDA this is one launch of the op gdn_streamed_block for each eight tokens, without a host sync, for layers that
     :func:`deepspeed_hybrid.ops.gdn_streamed.takes` names. Window, state and conv_weight may be read ahead of the end
     of the kernels before: nothing since the last launch that lets no successor start early may have written to them.
     A row's bits are the same in any batch and in blocks of any length. On a CPU it is
     :func:`gdn_kept_block_reference`. There is no gradient.
 
     Args:
-        projected: [T * B, N], token by token, of up to 8 tokens; window, conv_weight, conv_bias, A_log, dt_bias,
+        projected: [T * B, N], token by token, of up to 16 tokens; window, conv_weight, conv_bias, A_log, dt_bias,
             norm_weight, eps, key_heads, rounded_heads: as of gdn_decode. The window is updated if T is 1; else
             that is left to :func:`deepspeed_hybrid.ops.gdn_windows.gdn_windows`.
         state: [S, HV, DK, DV] fp32; updated in rows whose first token is read with another one than the last step's.
-        keys: [S, HK, R, DK] in projected's dtype if ``rounded_heads``, else fp32; deltas: [S, HV, R, DV] fp32;
+        keys: [S, HK, R, DK], R = 56, in projected's dtype if ``rounded_heads``, else fp32; deltas: [S, HV, R, DV] fp32;
             decays: [S, HV, R] fp32. The token at position p is in place p % R; updated.
         position: [B] int64, the first token's place in its sequence.
         answered: [B] int64, tokens that the row has had of steps like this, with the first one: those before are in
@@ -294,15 +290,15 @@ def checked_kept_block(
     slots, value_heads, key_dim, value_dim = state.shape
     layer = conv_weight, conv_bias, A_log, dt_bias
     sizes = checked_heads(projected, window, *layer, position, counts, key_heads, key_dim)
-    lanes, places = position.numel(), keys.shape[2]
+    lanes = position.numel()
     tokens = tokens_a_row(projected, lanes)
-    if tokens > MOST_TOKENS or places < places_for(max(tokens, 1)):
-        raise RuntimeError(f"{tokens} tokens a row do not fit blocks of {MOST_TOKENS} and rings of {places}")
+    if tokens > MOST_TOKENS:
+        raise RuntimeError(f"projected must have at most {MOST_TOKENS} tokens a row, got {tokens}")
     expected = {
         "state": (state, (window.shape[0], sizes.value_heads, key_dim, sizes.value_dim), (torch.float32,)),
-        "keys": (keys, (slots, key_heads, places, key_dim), (heads_dtype(projected, rounded_heads),)),
-        "deltas": (deltas, (slots, value_heads, places, value_dim), (torch.float32,)),
-        "decays": (decays, (slots, value_heads, places), (torch.float32,)),
+        "keys": (keys, (slots, key_heads, PLACES, key_dim), (heads_dtype(projected, rounded_heads),)),
+        "deltas": (deltas, (slots, value_heads, PLACES, value_dim), (torch.float32,)),
+        "decays": (decays, (slots, value_heads, PLACES), (torch.float32,)),
         "norm_weight": (norm_weight, (value_dim,), (projected.dtype, torch.float32)),
         "answered": (answered, (lanes,), (torch.int64,)),
         "stepped": (stepped, (lanes,), (torch.int64,)),

@@ -11,7 +11,13 @@ from kept_block_cases import Rollout, by_chance, kept_layer, one_by_one, roll, r
 from tolerances import assert_close, assert_close_but_for_roundings
 
 from deepspeed_hybrid.ops.gdn_decode import gdn_decode_reference
-from deepspeed_hybrid.ops.gdn_kept_block import MOST_BESIDE, gdn_kept_block, gdn_kept_block_op, in_state, places_for
+from deepspeed_hybrid.ops.gdn_kept_block import (
+    LAG,
+    MOST_BESIDE,
+    MOST_TOKENS,
+    PLACES,
+    TAKEN,
+    gdn_kept_block, gdn_kept_block_op, in_state
 from deepspeed_hybrid.ops.gdn_windows import gdn_windows
 
 SMALL = Shape(1, 2, 16, 16)
@@ -41,7 +47,7 @@ def test_as_many_decode_steps(shape):
     layer = kept_layer(shape, [14, 3, 40])
     tokens = rows_of_tokens(shape, 3, LENGTH, torch.float32)
     out, window, state = decoded(layer, tokens)
-    rollout = rolled(layer, tokens, by_chance(3, (1, 4, 8)))
+    rollout = rolled(layer, tokens, by_chance(3, (1, 4, 8, 16)))
     assert_close(rollout.outputs(), out)
     assert_close(rollout.settled(), state[:3])
     assert same_bits(rollout.layer["window"], window)
@@ -55,7 +61,7 @@ def test_heads_of_16_bits():
     assert_close_but_for_roundings(rollout.outputs(), out)
 
 
-@pytest.mark.parametrize("lengths", [(8,), (1, 8), (4,), (5, 3, 1, 7)], ids=str)
+@pytest.mark.parametrize("lengths", [(8,), (1, 8), (4,), (5, 3, 1, 7), (16,), (13, 1, 4, 16)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bits_are_those_of_single_tokens(lengths, dtype):
     """Outputs, windows, states and what is beside them, whatever was right, from any position on."""
@@ -74,8 +80,8 @@ def test_all_rejected_and_all_accepted():
     layer = kept_layer(SMALL, [14, 15, 16])
     tokens = rows_of_tokens(SMALL, 3, LENGTH, torch.float32)
     expected = rolled(layer, tokens, one_by_one(3))
-    for right in (1, 8):
-        rollout = rolled(layer, tokens, lambda step, right=right: (8, torch.full((3,), right)))
+    for length, right in ((8, 1), (8, 8), (16, 16)):
+        rollout = rolled(layer, tokens, lambda step, size=length, right=right: (size, torch.full((3,), right)))
         assert same_bits(rollout.outputs(), expected.outputs())
 
 
@@ -92,16 +98,14 @@ def test_rows_that_are_none_keep_their_bits_whatever_they_hold():
 
 
 def test_how_much_is_beside_a_state():
-    """No state has a token of a block in it, one block takes tokens in once, and rings hold what it finds."""
+    """No state has any of eight tokens in it, these see two at most, and rings hold what steps find and bring."""
     for prompt in (0, 3, 16, 30):
         position = torch.arange(prompt, prompt + 80)
-        begin = in_state(position, torch.tensor(prompt))
-        for stepped in range(1, 9):
-            found = in_state(position - stepped, torch.tensor(prompt))
-            assert int((position - found).max()) <= MOST_BESIDE <= places_for(8) - 8
-            last = in_state(position + 7, torch.tensor(prompt))
-            assert bool((last <= position).all())
-            assert bool(((begin == found) | (last == begin)).all())
+        begin, last = (in_state(position + index, torch.tensor(prompt)) for index in (0, LAG))
+        assert bool((last <= position).all()) and bool((last - begin <= TAKEN).all())
+        found = in_state(position - MOST_TOKENS, torch.tensor(prompt))
+        assert int((position - found).max()) <= MOST_BESIDE <= PLACES - MOST_TOKENS
+        assert bool((begin - found <= TAKEN).all())
 
 
 def test_opcheck():
