@@ -17,7 +17,10 @@ from deepspeed_hybrid.ops.gdn_kept_block import (
     MOST_TOKENS,
     PLACES,
     TAKEN,
-    gdn_kept_block, gdn_kept_block_op, in_state
+    gdn_kept_block,
+    gdn_kept_block_op,
+    in_state,
+)
 from deepspeed_hybrid.ops.gdn_windows import gdn_windows
 
 SMALL = Shape(1, 2, 16, 16)
