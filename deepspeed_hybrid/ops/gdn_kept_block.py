@@ -21,11 +21,14 @@ With S the state, g the decays, k and d the kept tokens' keys and what was writt
 and the same with its query, whose products with keys are rounded to the heads' dtype.
 """
 
+import functools
+
 import torch
 
 from deepspeed_hybrid.ops.gdn_decode import GdnSizes, check_tensors, gated_core
 from deepspeed_hybrid.ops.gdn_heads import checked_heads, gdn_heads_reference, heads_dtype, tokens_a_row
 from deepspeed_hybrid.ops.inference import refuse_recording
+from deepspeed_hybrid.ops.loader import load, op_obstacle
 from deepspeed_hybrid.ops.rounding import rounded
 
 MOST_TOKENS = 16  # of a block
@@ -34,7 +37,19 @@ LAG = 7  # tokens at least that come before it does
 MOST_BESIDE = TAKEN + LAG - 1 + MOST_TOKENS  # tokens that a block finds beside a state
 PLACES = MOST_BESIDE + MOST_TOKENS + 2  # R: for these and for its own, in fours
 
+SHARED_BYTES = 227 * 1024  # of a block of the kernel
+
 # Shapes: T tokens, B rows, S slots, C conv channels, K conv kernel, HK/HV key/value heads, DK/DV their dims, R places.
+
+
+@functools.cache
+def obstacle(index: int) -> str | None:
+    """Why the CUDA op is not for this machine and card, or None: it wants a copy engine and a large shared memory, as
+    Hopper has, and Blackwell for servers."""
+    card = torch.cuda.get_device_properties(index)
+    if card.major < 9 or card.shared_memory_per_block_optin < SHARED_BYTES:
+        return f"{card.name} has no copy engine, or too little shared memory"
+    return op_obstacle("gdn_streamed_block")
 
 
 def in_state(position: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
@@ -142,6 +157,23 @@ def taken_in(
     return torch.where(live[:, None, None, None], memory, state)
 
 
+def settled(
+    state: torch.Tensor,
+    keys: torch.Tensor,
+    deltas: torch.Tensor,
+    decays: torch.Tensor,
+    position: torch.Tensor,
+    answered: torch.Tensor,
+    stepped: torch.Tensor,
+    live: torch.Tensor,
+) -> torch.Tensor:
+    """[B, HV, DK, DV] fp32: the states of B rows with the tokens that are kept beside them, before the token at
+    ``position``; those of rows that are not ``live`` [B] as they are. Arguments as of :func:`gdn_kept_block`, by
+    row."""
+    found = in_state(position - stepped, position + 1 - answered)
+    return taken_in(state.float(), (keys, deltas, decays), found, position, live)
+
+
 def _left(decays: list[torch.Tensor], last: torch.Tensor | None = None) -> list[torch.Tensor]:
     """What decays leave of what was there before the first of them, and of what came with each."""
     left = [torch.ones_like(decays[0] if decays else last)] if decays or last is not None else [torch.ones(())]
@@ -192,8 +224,6 @@ def gdn_kept_block_op(
     rounded_heads: bool = False,
 ) -> torch.Tensor:
     """:func:`gdn_kept_block` without the refusal of gradients."""
-    from deepspeed_hybrid.ops.loader import load
-
     layer, rings = (conv_weight, conv_bias, A_log, dt_bias), (keys, deltas, decays)
     rows = position, answered, stepped, counts
     checked_kept_block(projected, window, *layer, state, *rings, norm_weight, *rows, key_heads, rounded_heads)
@@ -244,8 +274,8 @@ def gdn_kept_block(
             norm_weight, eps, key_heads, rounded_heads: as of gdn_decode. The window is updated if T is 1; else
             that is left to :func:`deepspeed_hybrid.ops.gdn_windows.gdn_windows`.
         state: [S, HV, DK, DV] fp32; updated in rows whose first token is read with another one than the last step's.
-        keys: [S, HK, R, DK], R = 56, in projected's dtype if ``rounded_heads``, else fp32; deltas: [S, HV, R, DV] fp32;
-            decays: [S, HV, R] fp32. The token at position p is in place p % R; updated.
+        keys: [S, HK, 56, DK] in projected's dtype if ``rounded_heads``, else fp32; deltas: [S, HV, 56, DV] fp32;
+            decays: [S, HV, 56] fp32. The token at position p is in place p % 56; updated.
         position: [B] int64, the first token's place in its sequence.
         answered: [B] int64, tokens that the row has had of steps like this, with the first one: those before are in
             the state from the beginning.

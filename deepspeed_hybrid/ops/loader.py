@@ -40,6 +40,7 @@ TRITON_OPS = (
     "gdn_deferred",
     "gdn_block",
     "gdn_commit",
+    "gdn_windows",
     "attention_decode",
     "attention_block",
     "draft_attention",
