@@ -8,15 +8,17 @@
 #include "barrier.cuh"
 #include "dependent_launch.cuh"
 #include "place.cuh"
+#include "tensor_core.cuh"
 
-// What a group's turns need, on its way into shared memory by the copy engine: states, a quarter at
-// a time through a ring, and beside each state what is kept there and what the tokens bring.
+// What a group's turns need, on its way into shared memory: by the copy engine states, an eighth at
+// a time through a ring, and what is kept beside each; by the group itself what tokens bring, in
+// pieces that are small and many.
 
 namespace ds_hybrid {
 
-constexpr int kStageRows = 32, kHeadStages = kDim / kStageRows;
+constexpr int kStageRows = 16, kHeadStages = kDim / kStageRows;
 constexpr int kStageFloats = kStageRows * kDim, kStageBytes = kStageFloats * 4;
-constexpr int kStages = 2;
+constexpr int kStages = 4;
 static_assert(kStages < kHeadStages,
               "the kernel ahead has ended before a first state is all there");
 
@@ -35,6 +37,30 @@ struct Beside {
     }
 };
 
+// What a token of the launch projects to, or by a negative number one before them.
+__device__ __forceinline__ const uint16_t* projected_by(const GdnStreamedBlockArguments& args,
+                                                        const Head& head, int token)
+{
+    return static_cast<const uint16_t*>(args.projected) +
+           (static_cast<int64_t>(token) * args.rows + head.row) * args.stride;
+}
+
+// By a group's threads: each asks for its share.
+__device__ __forceinline__ void ask_for_tokens(const GdnStreamedBlockArguments& args,
+                                               const Head& head, int count, Beside& beside,
+                                               int thread)
+{
+    constexpr int kPieces = kDim / 8, kOfToken = 4 * kPieces;
+    const int part = thread % kOfToken / kPieces, piece = thread % kPieces;
+    const int from = part < 3 ? head.channel(args, part) : args.channels + head.value_head * kDim;
+    for (int token = thread / kOfToken; token < min(count, args.tokens);
+         token += kGroupThreads / kOfToken) {
+        copy_chunk(reinterpret_cast<uint4*>(beside.raw[token][part]) + piece,
+                   projected_by(args, head, token) + from + piece * 8);
+    }
+    commit_copies();
+}
+
 // A group's own, so that none waits for another's turn.
 struct alignas(128) Inbox {
     float stages[kStages][kStageFloats];
@@ -47,7 +73,7 @@ struct alignas(128) Inbox {
             init_barrier(shared_address(&full[stage]), 1);
             init_barrier(shared_address(&empty[stage]), kGroupWarps);
         }
-        init_barrier(shared_address(&beside_full), 3);  // window, tokens and kept tokens
+        init_barrier(shared_address(&beside_full), 2);  // window and kept tokens
         init_barrier(shared_address(&beside_empty), kGroupWarps);
     }
 };
@@ -69,7 +95,8 @@ __device__ __forceinline__ void give_back(uint64_t& empty)
     if (threadIdx.x % kWarp == 0) arrive_here(shared_address(&empty));
 }
 
-// By one thread for each group.
+// By two threads for each group, one for states and one for what is beside them: the engine is
+// asked slowly.
 struct Feeder {
     const GdnStreamedBlockArguments& args;
     Inbox& inbox;
@@ -84,12 +111,6 @@ struct Feeder {
         expect_bytes(shared_address(&inbox.beside_full), bytes);
     }
 
-    __device__ __forceinline__ const uint16_t* projected(const Head& head, int token) const
-    {
-        return static_cast<const uint16_t*>(args.projected) +
-               (static_cast<int64_t>(token) * args.rows + head.row) * args.stride;
-    }
-
     __device__ __forceinline__ void send_older(const Head& head) const
     {
         constexpr int kPartBytes = sizeof(inbox.beside.raw[0][0]);
@@ -101,7 +122,7 @@ struct Feeder {
 #pragma unroll
                 for (int age = 1; age < kTaps; ++age) {
                     copy(const_cast<uint16_t*>(inbox.beside.earlier(part, age)),
-                         projected(head, -age) + head.channel(args, part), kPartBytes);
+                         projected_by(args, head, -age) + head.channel(args, part), kPartBytes);
                 }
             } else {
                 copy(inbox.beside.window[part],
@@ -111,22 +132,6 @@ struct Feeder {
             copy(inbox.beside.taps[part],
                  static_cast<const uint2*>(args.conv_weight) + head.channel(args, part),
                  sizeof(inbox.beside.taps[part]));
-        }
-    }
-
-    __device__ __forceinline__ void send_tokens(const Head& head, int count) const
-    {
-        constexpr int kPartBytes = sizeof(inbox.beside.raw[0][0]);
-        const int tokens = min(count, args.tokens);
-        expect(tokens * 4 * kPartBytes);
-#pragma unroll 1
-        for (int token = 0; token < tokens; ++token) {
-#pragma unroll
-            for (int part = 0; part < 4; ++part) {
-                const int from =
-                    part < 3 ? head.channel(args, part) : args.channels + head.value_head * kDim;
-                copy(inbox.beside.raw[token][part], projected(head, token) + from, kPartBytes);
-            }
         }
     }
 
@@ -152,57 +157,56 @@ struct Feeder {
         send(upper, 0, lower);
     }
 
-    // Nothing, as often as that would have been something.
-    __device__ __forceinline__ void send_none(int times) const
-    {
-        for (int i = 0; i < times; ++i) arrive_here(shared_address(&inbox.beside_full));
-    }
-
-    __device__ __forceinline__ void send_next(int item, int turn, const BlockPlace& place) const
+    // What is beside, a turn ahead; the first window and taps before the kernel ahead has ended.
+    __device__ __forceinline__ void run_beside(int item, int step) const
     {
         if (item >= args.items()) return;
-        wait_for_phase(shared_address(&inbox.beside_empty), turn % 2);
-        if (!place.count) return send_none(3);
-        const Head head(args, item);
-        send_older(head);
-        send_tokens(head, place.count);
-        send_kept(head, place);
+        if (args.ahead) wait_for_predecessor();  // it has projected the tokens before
+        send_older(Head(args, item));
+        wait_for_predecessor();
+        for (int turn = 0; item < args.items(); ++turn, item += step) {
+            const Head head(args, item);
+            BlockPlace place;
+            place.load(args, head.row);
+            if (turn) {
+                wait_for_phase(shared_address(&inbox.beside_empty), (turn - 1) % 2);
+                if (place.count) {
+                    send_older(head);
+                } else {
+                    arrive_here(shared_address(&inbox.beside_full));
+                }
+            }
+            if (place.count) {
+                send_kept(head, place);
+            } else {
+                arrive_here(shared_address(&inbox.beside_full));
+            }
+        }
     }
 
-    // The first state and what is old beside it come before the kernel ahead has ended; what rows
-    // that are none would need does not come at all.
-    __device__ __forceinline__ void run(int item, int step) const
+    // The first states come before the kernel ahead has ended; those of rows that are none do not.
+    __device__ __forceinline__ void run_states(int item, int step) const
     {
-        const int items = args.items();
-        if (item >= items) return;
-        if (args.ahead) wait_for_predecessor();  // which has written states
-        send_older(Head(args, item));
-        BlockPlace here = {}, next = {};
-        here.count = 1;
+        if (args.ahead) wait_for_predecessor();  // it has written states
+        const auto is_some = [&](int of) {       // loaded a turn ahead
+            return of < args.items() && args.counts[of / args.value_heads] > args.ahead;
+        };
         int number = 0;
-        for (int turn = 0; item < items; ++turn, item += step) {
-            const int later = item + step;
-            if (turn && later < items) next.load(args, later / args.value_heads);
+        bool there = true, next = false;
+        for (; item < args.items(); item += step, there = next) {
 #pragma unroll 1
             for (int part = 0; part < kHeadStages; ++part, ++number) {
-                if (number == kStages) {
-                    wait_for_predecessor();
-                    here.load(args, item / args.value_heads);
-                    if (later < items) next.load(args, later / args.value_heads);
-                    if (here.count) {
-                        send_tokens(Head(args, item), here.count);
-                        send_kept(Head(args, item), here);
-                    } else {
-                        send_none(2);
-                    }
-                }
-                if (part == kStages && !here.last) send_next(later, turn, next);
                 const Stage stage(number);
                 const uint32_t full = shared_address(&inbox.full[stage.place]);
+                if (number == kStages) {
+                    wait_for_predecessor();
+                    there = is_some(item);
+                }
+                if (part == kStages) next = is_some(item + step);
                 if (number >= kStages) {
                     wait_for_phase(shared_address(&inbox.empty[stage.place]), stage.parity ^ 1);
                 }
-                if (here.count || number < kStages) {
+                if (there) {
                     const int64_t place = static_cast<int64_t>(item) * kHeadStages + part;
                     expect_bytes(full, kStageBytes);
                     copy_bytes_once(shared_address(inbox.stages[stage.place]),
@@ -211,8 +215,6 @@ struct Feeder {
                     arrive_here(full);
                 }
             }
-            if (here.last) send_next(later, turn, next);  // what is beside was in use till now
-            here = next;
         }
     }
 };

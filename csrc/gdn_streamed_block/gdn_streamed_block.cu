@@ -20,7 +20,7 @@ namespace ds_hybrid {
 namespace {
 
 constexpr int kGroups = 2;
-constexpr int kThreads = kGroups * (kGroupThreads + kWarp);  // warps behind the groups feed them
+constexpr int kThreads = kGroups * (kGroupThreads + 2 * kWarp);  // warps behind them feed them
 
 template <int kTokens>
 struct Shared {
@@ -181,12 +181,22 @@ __device__ __forceinline__ void take(const GdnStreamedBlockArguments& args, Inbo
 
     Beside& beside = inbox.beside;
     wait_for_phase(shared_address(&inbox.beside_full), turn % 2);
-    if (!place.count) return pass_over<Element>(args, head, inbox, turn * kHeadStages, thread);
+    wait_for_copies<0>();
+    meet_group(group);
+    const auto ask_ahead = [&] {
+        if (item + step >= args.items()) return;
+        ask_for_tokens(args, Head(args, item + step), ahead.place.count, beside, thread);
+    };
+    if (!place.count) {
+        ask_ahead();
+        return pass_over<Element>(args, head, inbox, turn * kHeadStages, thread);
+    }
     uint2 gates[kShare<kTokens>];
     if (warp == 0) open_gates<Element>(args, head, now, scratch, lane);
     bring<Element>(args, head, place, beside, scratch, gates, thread);
     if (args.tokens == 1 && !args.ahead) enter_window(args, head, place.position, beside, thread);
     meet_group(group);
+    ask_ahead();
     weigh_all<Element>(place, scratch, group, thread);
 
     float known[kTokens] = {}, answer[kTokens] = {};
@@ -202,7 +212,7 @@ __device__ __forceinline__ void take(const GdnStreamedBlockArguments& args, Inbo
     }
     if (place.last) {
         for (int token = 0; token < place.last; ++token) {
-            beside.deltas[token][thread] *= scratch.faded[token >= place.first][token];
+            beside.deltas[token][thread] *= scratch.faded[token];
         }
         hand_over();
         meet_group(group);
@@ -255,9 +265,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncthreads();
     const int group = threadIdx.x / kGroupThreads, step = kGroups * gridDim.x;
     if (group >= kGroups) {
-        const int fed = (threadIdx.x - kGroups * kGroupThreads) / kWarp;
-        if (threadIdx.x % kWarp == 0) {
-            Feeder{args, shared.inboxes[fed]}.run(blockIdx.x + fed * gridDim.x, step);
+        const int feeder = threadIdx.x / kWarp % (2 * kGroups), fed = feeder % kGroups;
+        const Feeder feeds = {args, shared.inboxes[fed]};
+        if (threadIdx.x % kWarp) return;
+        if (feeder < kGroups) {
+            feeds.run_states(blockIdx.x + fed * gridDim.x, step);
+        } else {
+            feeds.run_beside(blockIdx.x + fed * gridDim.x, step);
         }
         return;
     }
@@ -272,6 +286,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     Ahead ahead;
     wait_for_predecessor();
     ahead.load(args, Head(args, item));
+    ask_for_tokens(args, Head(args, item), ahead.place.count, shared.inboxes[group].beside,
+                   threadIdx.x % kGroupThreads);
 #pragma unroll 1
     for (int turn = 0; item < args.items(); ++turn, item += step) {
         take<Element, kTokens>(args, shared.inboxes[group], shared.scratch[group], group, item,

@@ -29,7 +29,7 @@ struct BlockPlace {
         const int prompt = begin + 1 - static_cast<int>(args.answered[row]);
         const int before = begin - (args.ahead ? 0 : static_cast<int>(args.stepped[row]));
         const auto in_state = [&](int token) { return max(prompt, (token - kLag) & -kTaken); };
-        const int found = in_state(before);
+        const int found = min(in_state(before), begin);
         kept = position - found;
         first = in_state(position) - found;
         last = in_state(position + args.tokens - 1) - found;

@@ -78,7 +78,7 @@ struct Sums {
     }
 };
 
-// The state's products with keys and queries, for this thread's column. A warp reads eight rows of
+// The state's products with keys and queries, for this thread's column. A warp reads four rows of
 // every stage, a lane four columns of them. What the first token finds in the state is written.
 template <typename Element, int kTokens>
 __device__ __forceinline__ void multiply_state(const BlockPlace& place, Scratch<kTokens>& scratch,
@@ -94,7 +94,7 @@ __device__ __forceinline__ void multiply_state(const BlockPlace& place, Scratch<
     for (int part = 0; part < kHeadStages; ++part) {
         const Stage stage(number + part);
         wait_for_phase(shared_address(&inbox.full[stage.place]), stage.parity);
-#pragma unroll 1
+#pragma unroll
         for (int within = 0; within < kWarpRows; within += kRows) {
             const int of_stage = warp * kWarpRows + within, row = part * kStageRows + of_stage;
             const float* const from = inbox.stages[stage.place] + of_stage * kDim + column;

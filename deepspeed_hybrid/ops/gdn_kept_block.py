@@ -57,6 +57,11 @@ def in_state(position: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
     return torch.maximum(prompt, (position - LAG).div(TAKEN, rounding_mode="floor") * TAKEN)
 
 
+def _found(position: torch.Tensor, answered: torch.Tensor, stepped: torch.Tensor) -> torch.Tensor:
+    """[B] int64: tokens that a step finds in the state; all before it where it is the first."""
+    return torch.minimum(in_state(position - stepped, position + 1 - answered), position)
+
+
 def gdn_kept_block_reference(
     projected: torch.Tensor,
     window: torch.Tensor,
@@ -85,7 +90,7 @@ def gdn_kept_block_reference(
     heads, gates = gdn_heads_reference(projected, window, *layer, *of_row, rounded_heads=rounded_heads)
     lanes, prompt = counts.numel(), position + 1 - answered
     rings = tuple(ring[:lanes] for ring in rings)
-    found, first = in_state(position - stepped, prompt), in_state(position, prompt)
+    found, first = _found(position, answered, stepped), in_state(position, prompt)
     memory = taken_in(state[:lanes].float(), rings, found, first, counts > 0)
     written = (counts > 0) & (first > found)
     state[:lanes] = torch.where(written[:, None, None, None], memory.to(state.dtype), state[:lanes])
@@ -170,7 +175,7 @@ def settled(
     """[B, HV, DK, DV] fp32: the states of B rows with the tokens that are kept beside them, before the token at
     ``position``; those of rows that are not ``live`` [B] as they are. Arguments as of :func:`gdn_kept_block`, by
     row."""
-    found = in_state(position - stepped, position + 1 - answered)
+    found = _found(position, answered, stepped)
     return taken_in(state.float(), (keys, deltas, decays), found, position, live)
 
 
