@@ -75,19 +75,18 @@ __device__ __forceinline__ void weigh_all(const BlockPlace& place, Scratch<kToke
                                           int group, int thread)
 {
     const int warp = thread / kWarp;
-    const auto& products = scratch.products;
     // Tiles of kept tokens 0 and 2 are the first warp's, 1 and the block's own the second one's.
     float front[2][4] = {}, back[2][4] = {};
     const bool own = warp == 1, has_front = warp < 2 && warp * 16 < place.kept;
     const bool has_back = own || (warp == 0 && 2 * 16 < place.kept);
     if (has_front) {
-        multiply_keys<Element>(front[0], front[1], products.kept_keys + warp * 16 * kChunks,
-                               products.keys_queries);
+        multiply_keys<Element>(front[0], front[1], scratch.kept_keys + warp * 16 * kChunks,
+                               scratch.keys_queries);
     }
     if (has_back) {
         multiply_keys<Element>(back[0], back[1],
-                               own ? products.keys_queries : products.kept_keys + 2 * 16 * kChunks,
-                               products.keys_queries);
+                               own ? scratch.keys_queries : scratch.kept_keys + 2 * 16 * kChunks,
+                               scratch.keys_queries);
     }
     if (warp >= 2) fade(place, scratch, thread - 2 * kWarp);
     meet_group(group);
@@ -96,7 +95,7 @@ __device__ __forceinline__ void weigh_all(const BlockPlace& place, Scratch<kToke
     if (thread >= 2 * kWarp && thread < 2 * kWarp + kTokens) {
         const int token = thread - 2 * kWarp;
         const int in_state = token < place.change ? place.first : place.last;
-        scratch.of_state[token] = products.left[in_state][token];
+        scratch.of_state[token] = scratch.left[in_state][token];
     }
     meet_group(group);
 }
@@ -210,19 +209,9 @@ __device__ __forceinline__ void take(const GdnStreamedBlockArguments& args, Inbo
             answer[i] = fmaf(pair.y, delta, answer[i]);
         }
     }
-    if (place.last) {
-        for (int token = 0; token < place.last; ++token) {
-            beside.deltas[token][thread] *= scratch.faded[token];
-        }
-        hand_over();
-        meet_group(group);
-    } else {
-        give_back(inbox.beside_empty);
-    }
     float of_key[kTokens], of_query[kTokens];
-    multiply_state<Element>(place, scratch, inbox, args.state + head.of_values(args) * kDim * kDim,
-                            !args.ahead, group, turn * kHeadStages, of_key, of_query);
-    if (place.last) give_back(inbox.beside_empty);
+    multiply_state(place, scratch, inbox, args.state + head.of_values(args) * kDim * kDim,
+                   !args.ahead, turn * kHeadStages, of_key, of_query);
 
     const Element* const values = reinterpret_cast<const Element*>(scratch.values);
     float deltas[kTokens];
@@ -309,26 +298,16 @@ void launch(const GdnStreamedBlockArguments& args, cudaStream_t stream)
                      stream, args);
 }
 
-template <typename Element>
-void launch(const GdnStreamedBlockArguments& args, cudaStream_t stream)
-{
-    if (args.tokens == 1) {
-        launch<Element, 1>(args, stream);
-    } else if (args.tokens <= 4) {
-        launch<Element, 4>(args, stream);
-    } else {
-        launch<Element, kMostTokens>(args, stream);
-    }
-}
-
 }  // namespace
 
 void launch_gdn_streamed_block(const GdnStreamedBlockArguments& args, cudaStream_t stream)
 {
-    if (args.type == c10::ScalarType::BFloat16) {
-        launch<c10::BFloat16>(args, stream);
+    if (args.tokens == 1) {
+        launch<c10::BFloat16, 1>(args, stream);
+    } else if (args.tokens <= 4) {
+        launch<c10::BFloat16, 4>(args, stream);
     } else {
-        launch<c10::Half>(args, stream);
+        launch<c10::BFloat16, kMostTokens>(args, stream);
     }
 }
 

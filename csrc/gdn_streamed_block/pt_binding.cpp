@@ -36,8 +36,8 @@ at::Tensor gdn_streamed_block(const at::Tensor& projected, const at::Tensor& win
                               int64_t key_heads)
 {
     const auto type = projected.scalar_type();
-    TORCH_CHECK(type == at::kBFloat16 || type == at::kHalf,
-                "gdn_streamed_block: projected must be bfloat16 or float16, got ", type);
+    TORCH_CHECK(type == at::kBFloat16, "gdn_streamed_block: projected must be bfloat16, got ",
+                type);
     for (const at::Tensor& tensor : {window, conv_weight, keys}) {
         TORCH_CHECK(tensor.scalar_type() == type,
                     "gdn_streamed_block: window, conv_weight and keys must be as projected, got ",

@@ -22,31 +22,18 @@ constexpr int kShare = kTokens < kGroupWarps ? 1 : kTokens / kGroupWarps;
 // Of one group. A pair is a coefficient of something with a token's key, and with its query.
 template <int kTokens>
 struct alignas(128) Scratch {
-    // Key and query of a channel, for all tokens; padded, since lanes write four channels each.
-    static constexpr int kPitch = kTokens == 1 ? 1 : kTokens + 2;
-    struct Products {
-        float2 key_query[kDim * kPitch];
-        uint4 kept_keys[kKeyRows * kChunks];            // swizzled
-        uint4 keys_queries[2 * kMostTokens * kChunks];  // keys, and behind them queries
-        float left[kMostBeside + kMostTokens + 1][kTokens];
-    };
+    uint4 kept_keys[kKeyRows * kChunks];            // swizzled, and so are ...
+    uint4 keys_queries[2 * kMostTokens * kChunks];  // ... keys, and behind them queries
     union {
-        Products products;
-        float sums[2][kGroupWarps][kTokens][kDim];  // of the state, by warp, with keys and queries
-        float core[kTokens][kDim];
+        float sums[2][kTokens][kDim];  // of the state's products with keys and with queries
+        float core[kTokens][kDim];     // what comes of them
     };
     float2 kept[kMostBeside][kTokens], own[kTokens][kTokens];
-    float of_state[kTokens], beta[kTokens];
+    float left[kMostBeside + kMostTokens + 1][kTokens], of_state[kTokens], beta[kTokens];
     alignas(16) float decays[kMostBeside + kMostTokens + 2];
     // What decays leave of a state, and of the tokens that it takes in, when it does so.
     float taken[2], faded[kMostBeside];
     uint2 values[kTokens][kDim / 4];
-
-    // Where a channel's pairs are.
-    static __device__ __forceinline__ int pairs_of(int channel)
-    {
-        return (channel % 4 * (kDim / 4) + channel / 4) * kPitch;
-    }
 };
 
 __device__ __forceinline__ int chunk_at(int row, int chunk)
@@ -155,7 +142,6 @@ __device__ __forceinline__ void bring(const GdnStreamedBlockArguments& args, con
                                       Scratch<kTokens>& scratch, uint2 (&gates)[kShare<kTokens>],
                                       int thread)
 {
-    auto& products = scratch.products;
     const int warp = thread / kWarp, lane = thread % kWarp;
 #pragma unroll
     for (int share = 0; share < kShare<kTokens>; ++share) {
@@ -168,13 +154,8 @@ __device__ __forceinline__ void bring(const GdnStreamedBlockArguments& args, con
         gates[share] = reinterpret_cast<const uint2*>(beside.raw[token][3])[lane];
         normalise<Element>(query);
         normalise<Element>(key);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            products.key_query[Scratch<kTokens>::pairs_of(lane * 4 + i) + token] =
-                make_float2(key[i], query[i]);
-        }
         const uint2 words = packed<Element>(key);
-        uint2* const rows = reinterpret_cast<uint2*>(products.keys_queries);
+        uint2* const rows = reinterpret_cast<uint2*>(scratch.keys_queries);
         rows[chunk_at(token, lane / 2) * 2 + lane % 2] = words;
         rows[chunk_at(kMostTokens + token, lane / 2) * 2 + lane % 2] = packed<Element>(query);
         scratch.values[token][lane] = packed<Element>(value);
@@ -184,9 +165,11 @@ __device__ __forceinline__ void bring(const GdnStreamedBlockArguments& args, con
             static_cast<uint2*>(args.keys)[in_ring * (kDim / 4) + lane] = words;
         }
     }
-    for (int i = thread; i < place.kept * kChunks; i += kGroupThreads) {
+    // Zeros where there are none: the state takes in none of them, sixteen at a time.
+    for (int i = thread; i < max(place.kept, 2 * kTaken) * kChunks; i += kGroupThreads) {
         const int row = i / kChunks, chunk = i % kChunks;
-        products.kept_keys[chunk_at(row, chunk)] = beside.keys[row][chunk];
+        scratch.kept_keys[chunk_at(row, chunk)] =
+            row < place.kept ? beside.keys[row][chunk] : make_uint4(0, 0, 0, 0);
     }
     if (thread < place.kept) {
         scratch.decays[thread] = beside.decays[(place.oldest(args) + thread) % args.places];
@@ -222,7 +205,7 @@ __device__ __forceinline__ void fade(const BlockPlace& place, Scratch<kTokens>& 
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {
         if (place.kept + i >= number) left *= scratch.decays[place.kept + i];
-        scratch.products.left[number][i] = left;
+        scratch.left[number][i] = left;
     }
 }
 
@@ -255,7 +238,7 @@ __device__ __forceinline__ void weigh(const BlockPlace& place, Scratch<kTokens>&
         if (token >= kTokens) continue;
         if (own) {
             if (row >= kTokens) continue;
-            const float left = scratch.products.left[place.kept + row + 1][token];
+            const float left = scratch.left[place.kept + row + 1][token];
             float2 pair =
                 make_float2(with_keys[i] * left, rounded<Element>(with_queries[i] * left));
             if (row == token) pair.y = rounded<Element>(with_queries[i]);
@@ -265,7 +248,7 @@ __device__ __forceinline__ void weigh(const BlockPlace& place, Scratch<kTokens>&
         const int kept = tile * 16 + row;
         if (kept >= place.kept) continue;
         const bool beside = kept >= (token < place.change ? place.first : place.last);
-        const float left = scratch.products.left[kept + 1][token];
+        const float left = scratch.left[kept + 1][token];
         scratch.kept[kept][token] =
             beside ? make_float2(with_keys[i] * left, rounded<Element>(with_queries[i] * left))
                    : make_float2(0.0f, 0.0f);

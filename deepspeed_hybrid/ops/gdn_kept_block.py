@@ -42,6 +42,11 @@ SHARED_BYTES = 227 * 1024  # of a block of the kernel
 # Shapes: T tokens, B rows, S slots, C conv channels, K conv kernel, HK/HV key/value heads, DK/DV their dims, R places.
 
 
+def suits(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the CUDA op computes a layer that :mod:`deepspeed_hybrid.ops.gdn_streamed` suits, too."""
+    return dtype == torch.bfloat16 and obstacle(device.index) is None
+
+
 @functools.cache
 def obstacle(index: int) -> str | None:
     """Why the CUDA op is not for this machine and card, or None: it wants a copy engine and a large shared memory, as
@@ -268,8 +273,8 @@ def gdn_kept_block(
 ) -> torch.Tensor:
     """The outputs of up to T new tokens a row, one after another, each of which is put beside the state.
 
-    On CUDA this is one launch of the op gdn_streamed_block for each eight tokens, without a host sync, for layers that
-    :func:`deepspeed_hybrid.ops.gdn_streamed.takes` names. Window, state and conv_weight may be read ahead of the end
+    On CUDA this is one launch of the op gdn_streamed_block for each eight tokens, without a host sync, for layers in
+    bfloat16 that :func:`deepspeed_hybrid.ops.gdn_streamed.takes` names, and for no others. Window, state and conv_weight may be read ahead of the end
     of the kernels before: nothing since the last launch that lets no successor start early may have written to them.
     A row's bits are the same in any batch and in blocks of any length. On a CPU it is
     :func:`gdn_kept_block_reference`. There is no gradient.

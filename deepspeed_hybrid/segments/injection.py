@@ -370,6 +370,6 @@ def _many_rows(layer: nn.Module | HeadParallelGdn, state_dtype: torch.dtype, blo
     suits = gdn_streamed.suits(sizes, weight.dtype, state_dtype, conv.bias is not None, weight.device)
     streams = suits and sum(sizes.columns) % 8 == 0  # rows of the projection begin on boundaries
     if blocks:
-        capable = streams and gdn_kept_block.obstacle(weight.device.index) is None
+        capable = streams and gdn_kept_block.suits(weight.dtype, weight.device)
         return -(-MANY_HEADS_OF_BLOCKS // heads) if capable else None
     return -(-(MANY_HEADS if streams else MANY_HEADS_OF_TRITON) // heads)
