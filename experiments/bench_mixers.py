@@ -14,12 +14,24 @@ from pathlib import Path
 import torch
 from bench_ops import show, time_calls, write
 
+from deepspeed_hybrid.ops import attention_streamed
 from deepspeed_hybrid.ops.triton import attention_decode, gdn_decode
 
 KEY_HEADS, HEADS, DIM, KERNEL = 16, 32, 128, 4
 CHANNELS = (2 * KEY_HEADS + HEADS) * DIM
 QUERY_HEADS, KV_HEADS, HEAD_DIM, ROTARY = 16, 4, 256, 64
 BYTES_TO_ROTATE = 512 * 2**20
+ATTENTION = [  # rows, length, capacity
+    (1, 384, 640),
+    (1, 384, 32768),
+    (1, 16384, 16384),
+    (1, 32768, 32768),
+    (8, 384, 640),
+    (16, 16384, 16384),
+    (32, 384, 640),
+    (64, 384, 640),
+    (256, 384, 640),
+]
 GDN_OPTIONS = {
     "8 warps, 128 registers": {"num_warps": 8, "maxnreg": 128},
     "4 warps": {"num_warps": 4},
@@ -70,7 +82,8 @@ def gdn_row(batch: int, name: str) -> dict:
     return {"op": "gdn_decode", "batch": batch, "length": "-", "launch": name, **rates(us, 2 * size)}
 
 
-def attention_row(batch: int, length: int, capacity: int, splits: int, block: int) -> dict:
+def attention_row(batch: int, length: int, capacity: int, splits: int, block: int | None) -> dict:
+    """By Triton's kernels, or without a ``block`` by the op attention_streamed."""
     size = 2 * batch * KV_HEADS * capacity * HEAD_DIM * 2
     caches = [
         (bf16(batch, KV_HEADS, capacity, HEAD_DIM), bf16(batch, KV_HEADS, capacity, HEAD_DIM))
@@ -82,27 +95,17 @@ def attention_row(batch: int, length: int, capacity: int, splits: int, block: in
     parked = torch.zeros(batch, dtype=torch.bool, device="cuda")
     norm = bf16(HEAD_DIM)
 
+    settings = position, parked, norm, norm, 1.0, 1e-6, QUERY_HEADS, True, HEAD_DIM**-0.5, splits
+
     def call(cache) -> None:
-        attention_decode.launch(
-            projected,
-            cos,
-            sin,
-            *cache,
-            position,
-            parked,
-            norm,
-            norm,
-            1.0,
-            1e-6,
-            QUERY_HEADS,
-            True,
-            HEAD_DIM**-0.5,
-            splits,
-            block=block,
-        )
+        if block is None:
+            attention_streamed.launch(projected, cos, sin, *cache, *settings)
+        else:
+            attention_decode.launch(projected, cos, sin, *cache, *settings, block=block)
 
     us, _ = time_calls(call, caches)
-    what = f"{splits or 'chosen'} splits, {block or 'chosen'} positions, capacity {capacity}"
+    blocks = "streamed" if block is None else f"{block or 'chosen'} positions"
+    what = f"{splits or 'chosen'} splits, {blocks}, capacity {capacity}"
     read = size * length // capacity
     return {"op": "attention_decode", "batch": batch, "length": length, "launch": what, **rates(us, read)}
 
@@ -117,8 +120,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     table = [gdn_row(batch, name) for batch in (1, 8, 64, 256) for name in GDN_OPTIONS]
-    for batch, length, capacity in ((1, 384, 640), (1, 384, 32768), (8, 384, 640), (64, 384, 640), (1, 32768, 32768)):
-        table += [attention_row(batch, length, capacity, 0, block) for block in (32, 64)]
+    for batch, length, capacity in ATTENTION:
+        table += [attention_row(batch, length, capacity, 0, block) for block in (None, 32, 64)]
     show(table)
     if options.out:
         write(options.out, "mixers of a decode step: microseconds a call in a graph, states from memory", table)

@@ -20,6 +20,16 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     )
 
 
+def assert_close_when_turned(actual: torch.Tensor, expected: torch.Tensor, width: int) -> None:
+    """Of heads [..., D], whose first ``width`` dimensions were rotated, one half against the other: what is left where
+    two values nearly cancel is off by a rounding of these, so that tolerance is relative to the length of the pair."""
+    tolerance = TOLERANCES[actual.dtype]
+    mine, other = (heads[..., :width].cpu().double().unflatten(-1, (2, -1)) for heads in (actual, expected))
+    excess = (mine - other).abs() - tolerance["rtol"] * other.norm(dim=-2, keepdim=True)
+    assert (excess <= tolerance["atol"]).all(), f"rotated values are up to {float(excess.max())} too far apart"
+    assert_close(actual[..., width:], expected[..., width:])
+
+
 # Where an op rounds a value halfway, as the training forward does, that rounding may fall the other way: one unit in
 # the last place of a number that is larger than what comes out.
 HALFWAY = {

@@ -12,6 +12,7 @@
 #include <tuple>
 
 #include "describe.h"
+#include "tensor_map.h"
 #include "warpgroup_linear.h"
 
 namespace ds_hybrid {
@@ -19,39 +20,22 @@ namespace {
 
 int64_t whole(int64_t count, int64_t of) { return (count + of - 1) / of; }
 
-// A matrix in boxes, as the copy engine takes it.
+// A matrix in boxes; its rows follow each other.
 template <int kDimensions>
-CUtensorMap map_of(const at::Tensor& tensor, const cuuint64_t (&sizes)[kDimensions],
+CUtensorMap map_of(const at::Tensor& matrix, const cuuint64_t (&sizes)[kDimensions],
                    const cuuint64_t (&rows)[kDimensions - 1], const cuuint32_t (&box)[kDimensions])
 {
-    static const auto encode = [] {
-        void* found = nullptr;
-        cudaDriverEntryPointQueryResult result;
-        C10_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
-                                                        cudaEnableDefault, &result));
-        TORCH_CHECK(found, "warpgroup_linear: the driver has no cuTensorMapEncodeTiled");
-        return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
-    }();
-    cuuint64_t strides[kDimensions - 1];
-    cuuint32_t steps[kDimensions];
-    std::fill_n(steps, kDimensions, 1);
-    for (int i = 0; i + 1 < kDimensions; ++i) strides[i] = rows[i] * sizes[0] * 2;
-    CUtensorMap map;
-    const CUresult result =
-        encode(&map,
-               tensor.scalar_type() == at::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-               kDimensions, const_cast<void*>(tensor.const_data_ptr()), sizes, strides, box, steps,
-               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    TORCH_CHECK(result == CUDA_SUCCESS, "warpgroup_linear: no tensor map, error ",
-                text(static_cast<int64_t>(result)));
-    return map;
+    cuuint64_t distances[kDimensions - 1];
+    for (int i = 0; i + 1 < kDimensions; ++i) distances[i] = rows[i] * sizes[0];
+    return boxes_of("warpgroup_linear", matrix, sizes, distances, box,
+                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
 // The size of tiles with which the busiest multiprocessor streams least; of equals the largest.
-int64_t tile_of(int64_t columns, bool glu, bool shared, int processors)
+// Where x is small, gates and ups come faster in small tiles, of which more are under way.
+int64_t tile_of(int64_t rows, int64_t columns, bool glu, bool shared, int processors)
 {
+    if (glu && rows <= kMostRows / 2 && columns >= kSmallTile * processors / 2) return kSmallTile;
     int64_t best = 0, least = 0;
     for (const int64_t tile : kTileSizes) {
         const int64_t out = glu ? tile / 2 : tile;
@@ -92,7 +76,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> warpgroup_linear(
     int processors = 0;
     C10_CUDA_CHECK(
         cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, x.get_device()));
-    const int64_t tile = tile_of(columns, glu, added, processors);
+    const int64_t tile = tile_of(rows, columns, glu, added, processors);
     TORCH_CHECK(tile, "warpgroup_linear: the weight must have more columns, got ", text(columns));
     const int64_t out_columns = glu ? tile / 2 : tile, tiles = whole(columns, out_columns);
 

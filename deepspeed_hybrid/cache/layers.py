@@ -142,9 +142,11 @@ class SlotKVLayer(StaticLayer):
             self.lazy_initialization(key_states, value_states)
         plan = self.holder.plan
         if plan.first:
-            # Masked positions are still multiplied by zero: a NaN that an earlier row left there would spread.
+            # Masked positions are still multiplied by zero: a NaN that an earlier row left there would spread. Without
+            # padding all others are about to be written.
+            written = plan.kv_length if plan.token_mask is None else 0
             for buffer in (self.keys, self.values):
-                buffer.index_fill_(0, plan.slots, 0.0)
+                buffer[:, :, written:].index_fill_(0, plan.slots, 0.0)
         rows = plan.slots if plan.slots is not None else self.holder.once("write_slots", self._write_slots)
         if keep is not None:
             keep(self.keys, self.values, key_states, value_states, rows, plan.write_positions)

@@ -10,8 +10,7 @@ import torch
 
 from deepspeed_hybrid.cache.layers import DEFERRED, Deferral, PlanHolder, SlotGdnLayer, SlotKVLayer, StepPlan
 from deepspeed_hybrid.compat import Cache
-
-FORK_BYTES = 2**28  # of slots on their way to others: most slots may be copied at once, and memory be full
+from deepspeed_hybrid.ops.copy_slots import copy_slots
 
 
 class SlotCache(Cache):
@@ -81,10 +80,7 @@ class SlotCache(Cache):
         Args:
             deferred: with tokens beside recurrent states, of which there are none behind a prompt.
         """
-        for buffer in self.buffers(deferred):
-            count = max(1, FORK_BYTES // buffer[0].nbytes)
-            for some, others in zip(sources.split(count), targets.split(count), strict=True):
-                buffer.index_copy_(0, others, buffer.index_select(0, some))
+        copy_slots(list(self.buffers(deferred)), sources, targets)
 
     def buffers(self, deferred: bool = True) -> Iterator[torch.Tensor]:
         for layer in (*self.layers, *self.companions):

@@ -6,6 +6,7 @@
 import torch
 import torch.nn.functional as F
 
+from deepspeed_hybrid.ops import attention_streamed
 from deepspeed_hybrid.ops.inference import refuse_recording
 from deepspeed_hybrid.ops.rounding import normed, rounded, rounded_product
 
@@ -37,9 +38,9 @@ def attention_decode(
     its norm and behind each product of its rotation (where the tables have its dtype), of weights relative to their
     peak, of what they mix, of the gate's sigmoid, and of the output.
 
-    On CUDA these are one or two Triton launches without a host sync, in time that follows the rows' lengths, not the
-    capacity; the first call of a shape compiles them. On a CPU it is :func:`attention_decode_reference`. There is no
-    gradient.
+    On CUDA these are one or two launches without a host sync, in time that follows the rows' lengths and not the
+    capacity: of :mod:`deepspeed_hybrid.ops.attention_streamed` for what it takes, and else of Triton's kernels. The
+    first call compiles them. On a CPU it is :func:`attention_decode_reference`. There is no gradient.
 
     Args:
         projected: [B, N] fp32, bf16 or fp16, contiguous in the last dimension. Columns are q | k | v of all heads;
@@ -245,6 +246,8 @@ def attention_decode_op(
     arguments = (projected, cos, sin, keys, values, position, parked, q_norm, k_norm)
     settings = (norm_offset, eps, query_heads, gated, scaling, splits)
     check_attention("attention_decode", *arguments, *settings)
+    if attention_streamed.takes(*arguments, *settings):
+        return attention_streamed.launch(*arguments, *settings)
     # Not at the top: a torch built for CPUs only comes without Triton.
     from deepspeed_hybrid.ops.triton.attention_decode import launch
 

@@ -180,8 +180,9 @@ def settled(
     """[B, HV, DK, DV] fp32: the states of B rows with the tokens that are kept beside them, before the token at
     ``position``; those of rows that are not ``live`` [B] as they are. Arguments as of :func:`gdn_kept_block`, by
     row."""
-    found = _found(position, answered, stepped)
-    return taken_in(state.float(), (keys, deltas, decays), found, position, live)
+    rings, first = (keys, deltas, decays), in_state(position, position + 1 - answered)
+    memory = taken_in(state.float(), rings, _found(position, answered, stepped), first, live)
+    return taken_in(memory, rings, first, position, live)
 
 
 def _left(decays: list[torch.Tensor], last: torch.Tensor | None = None) -> list[torch.Tensor]:

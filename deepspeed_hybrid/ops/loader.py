@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 BUILDER_PACKAGE = "deepspeed_hybrid.op_builder"
 BUILDERS = {
+    "attention_streamed": f"{BUILDER_PACKAGE}.attention_streamed:AttentionStreamedBuilder",
     "decode_step": f"{BUILDER_PACKAGE}.decode_step:DecodeStepBuilder",
     "few_rows_linear": f"{BUILDER_PACKAGE}.few_rows_linear:FewRowsLinearBuilder",
     "fused_silu_mul_halves": f"{BUILDER_PACKAGE}.fused_silu_mul_halves:FusedSiluMulHalvesBuilder",

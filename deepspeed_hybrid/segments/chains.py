@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from deepspeed_hybrid.ops import few_rows, fused_linear, gdn_streamed, warpgroup
+from deepspeed_hybrid.ops import attention_streamed, few_rows, fused_linear, gdn_streamed, warpgroup
 from deepspeed_hybrid.ops import gdn_kept_block as kept_block
 from deepspeed_hybrid.ops.attention_block import attention_block, token_by_token
 from deepspeed_hybrid.ops.attention_decode import attention_decode, attention_decode_reference
@@ -76,9 +76,10 @@ def chain_ops(
 
 def ops_off(index: int, chain: DecodeOps, train_consistent: bool) -> dict[str, str]:
     """Why ops of a chain that are for some cards alone are not for this one."""
-    ours = {}
+    ours = {"attention_streamed op": attention_streamed.obstacle(index)}
     if chain.gdn_deferred is not None:
-        ours = {"gdn_streamed op": gdn_streamed.obstacle(index), "gdn_streamed_block op": kept_block.obstacle(index)}
+        ours["gdn_streamed op"] = gdn_streamed.obstacle(index)
+        ours["gdn_streamed_block op"] = kept_block.obstacle(index)
     if not train_consistent:
         ours |= {f"{name} op": op.obstacle(index) for name, op in PRODUCTS.items()}
     return {name: obstacle for name, obstacle in ours.items() if obstacle}

@@ -155,6 +155,18 @@ def test_stale_buffers_do_not_reach_a_row(accelerator, poison, lengths):
     assert counts(it.graphs) == (1, 3)
 
 
+@pytest.mark.parametrize("use_segki", [True, False])
+@pytest.mark.parametrize("lengths", [[7, 7], [7, 4]], ids=str)
+def test_what_an_earlier_row_left_does_not_spread(lengths, use_segki):
+    """Of prompts without graphs, with padding and without; torch's own attention multiplies what it masks by zero."""
+    rollout = rollout_of(tiny_model(), use_segki=use_segki)
+    prompts = ragged_prompts(lengths)
+    expected = greedy(rollout, prompts, 10)
+    for buffer in rollout._arena.cache.buffers():
+        buffer.fill_(float("nan"))
+    assert_equal(greedy(rollout, prompts, 10), expected)
+
+
 def test_rows_of_padding_touch_no_slot(accelerator):
     """Five prompts in a shape of six rows, in an arena of eight slots."""
     it = bench(tiny_model())

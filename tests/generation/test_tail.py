@@ -14,7 +14,6 @@ from models import FAMILIES, Tokenizer, ragged_prompts, solo, tiny_model
 from recorded_graph import capture_prompts, capture_steps, recording_accelerator
 
 from deepspeed_hybrid import RolloutRequest, SamplingConfig
-from deepspeed_hybrid.cache import slot_cache
 from deepspeed_hybrid.generation import loop, tail
 from deepspeed_hybrid.generation.scheduler import SlotScheduler
 from deepspeed_hybrid.generation.tail import WORTHWHILE_STEPS, TailShrink, tail_lanes
@@ -328,12 +327,3 @@ def test_compacting_too_far_is_an_error():
 def test_the_switch_is_checked():
     with pytest.raises(ValueError, match="shrink_tail.*True or False.*'yes'"):
         rollout_of(tiny_model("qwen2_5"), Tokenizer(), shrink_tail="yes")
-
-
-def test_slots_are_copied_a_few_at_a_time(bench, eager_tail, monkeypatch):
-    """What is on its way takes little memory, however many slots are copied."""
-    monkeypatch.setattr(slot_cache, "FORK_BYTES", 1)
-    rollout = rollout_of(bench.model)
-    shrinks = watch_shrinks(rollout)
-    assert_same(sample(rollout, bench.prompts), bench.wanted)
-    assert shrinks

@@ -18,6 +18,7 @@ KERNELS = {
     for name in re.findall(r"__global__ void __launch_bounds__\([^)]*\)\s+(\w+)\(const", path.read_text())
 }
 KINDS = {
+    "attention_streamed": "attention",
     "decode_step": "choice",
     "few_rows_linear": "product",
     "warpgroup_linear": "product",

@@ -10,6 +10,7 @@ from decode_cases import same_bits
 from glue_cases import DTYPES, moved
 from tolerances import assert_close, assert_close_but_for_roundings
 
+from deepspeed_hybrid.ops import attention_streamed
 from deepspeed_hybrid.ops.attention_decode import attention_decode, attention_decode_op, attention_decode_reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -22,6 +23,13 @@ SHAPES = {
     "80": {"query_heads": 8, "kv_heads": 8, "head_dim": 80, "rotary": 32, "gated": False, "normed": False},
 }
 LENGTHS = [1, 31, 32, 33, 64, 65, 500, 1024, 2047, 2100]
+
+
+@pytest.fixture(autouse=True, params=["chosen", "triton"])
+def kernel(request, monkeypatch):
+    """The op that a layer has by its sizes, and Triton's kernels for every one."""
+    if request.param == "triton":
+        monkeypatch.setattr(attention_streamed, "takes", lambda *arguments: False)
 
 
 def arguments_on_gpu(batch: int, shape: str = "qwen3_5", capacity: int = CAPACITY, **options) -> dict:

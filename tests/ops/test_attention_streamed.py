@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""Which layers attention_streamed takes, which machines, and in how many splits; its kernel is for the tests on a
+GPU."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from attention_cases import attention_arguments
+
+from deepspeed_hybrid.ops import attention_streamed
+from deepspeed_hybrid.ops.attention_streamed import choose_splits
+
+LAYER = {"query_heads": 4, "kv_heads": 2, "head_dim": 128, "dtype": torch.bfloat16}
+
+
+class OnCard:
+    """A tensor that says it is on a GPU."""
+
+    is_cuda, device = True, torch.device("cuda", 0)
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+    def __getattr__(self, name: str):
+        return getattr(self.tensor, name)
+
+
+def takes(monkeypatch, changes: dict | None = None, **options) -> bool:
+    monkeypatch.setattr(attention_streamed, "_capable", lambda index: True)
+    arguments = attention_arguments([3, 4], **{**LAYER, **options})
+    for name, change in (changes or {}).items():
+        arguments[name] = change(arguments[name])
+    return attention_streamed.takes(**arguments | {"projected": OnCard(arguments["projected"])})
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    """The same one element further on than a boundary."""
+    storage = tensor.new_zeros(tensor.numel() + 1)
+    return storage[1:].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize(
+    "options, changes, expected",
+    [
+        ({}, {}, True),
+        ({"dtype": torch.float16}, {}, True),
+        ({"dtype": torch.float32}, {}, False),
+        ({"head_dim": 256, "query_heads": 16}, {}, True),
+        ({"head_dim": 64}, {}, False),
+        ({"query_heads": 18}, {}, False),
+        ({"normed": False, "gated": False}, {}, True),
+        ({"cos_dtype": torch.bfloat16}, {}, True),
+        ({"cos_dtype": torch.float16}, {}, False),
+        ({"norm_dtype": torch.float32}, {}, True),
+        ({"norm_dtype": torch.float16}, {}, False),
+        ({}, {"keys": shifted}, False),
+        ({}, {"values": shifted}, False),
+        ({}, {"projected": shifted}, True),
+    ],
+    ids=str,
+)
+def test_which_layers(options, changes, expected, monkeypatch):
+    assert takes(monkeypatch, changes, **options) is expected
+
+
+@pytest.mark.parametrize(
+    "major, shared, build, said",
+    [
+        (9, 227, None, None),
+        (10, 227, None, None),
+        (8, 163, None, "a card has no copy engine, or too little shared memory"),
+        (12, 99, None, "a card has no copy engine, or too little shared memory"),
+        (9, 227, "no nvcc", "no nvcc"),
+    ],
+)
+def test_which_machines(major, shared, build, said, monkeypatch):
+    card = SimpleNamespace(name="a card", major=major, shared_memory_per_block_optin=shared * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(attention_streamed, "op_obstacle", lambda name: build)
+    assert attention_streamed.obstacle(0) == said
+
+
+def test_not_on_a_cpu():
+    assert not attention_streamed.takes(**attention_arguments([3, 4], **LAYER))
+
+
+@pytest.mark.parametrize("capacity", [1, 16, 640, 641, 4096, 32768, 262144])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8, 200])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 16, 33, 64, 99, 128, 256, 1000])
+def test_splits_of_any_size(rows, kv_heads, capacity):
+    """They have something to do, and all are at work at once."""
+    splits, warps = choose_splits(rows, kv_heads, capacity)
+    assert 1 <= splits <= min(-(-capacity // (attention_streamed.TILE * warps)), attention_streamed.MOST_SPLITS)
+    room = attention_streamed.PROCESSORS * (1 if warps == attention_streamed.MANY_WARPS else 2)
+    assert splits == 1 or splits * rows * kv_heads <= room
+
+
+@pytest.mark.parametrize(
+    "rows, capacity, chosen",
+    [
+        (1, 640, (1, 8)),  # no second launch for so little
+        (1, 704, (6, 8)),
+        (1, 32768, (33, 8)),
+        (8, 640, (1, 8)),
+        (16, 640, (1, 4)),  # blocks of many warps would be neighbours on half of the card
+        (16, 16384, (2, 8)),
+        (32, 640, (1, 8)),
+        (64, 640, (1, 4)),  # two on a multiprocessor
+        (256, 640, (1, 4)),
+    ],
+)
+def test_sizes_that_were_measured(rows, capacity, chosen):
+    """Four heads of keys and values, as Qwen3.5-4B has them."""
+    assert choose_splits(rows, 4, capacity) == chosen

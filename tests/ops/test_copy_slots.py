@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# DeepSpeed Team
+"""copy_slots on a CPU, and its Triton kernel in the interpreter: the slots that are asked for, and no others."""
+
+import pytest
+import torch
+from copy_slots_cases import buffers_of, copied
+from decode_cases import same_bits
+from gdn_decode_cases import interpreted
+
+from deepspeed_hybrid.ops.copy_slots import copy_slots, copy_slots_reference
+
+
+def kernel(*arguments) -> None:
+    from deepspeed_hybrid.ops.triton.copy_slots import launch  # under the interpreter only
+
+    launch(*arguments)
+
+
+both = pytest.mark.parametrize(
+    "op", [copy_slots, pytest.param(kernel, marks=[pytest.mark.interpreter, interpreted])], ids=["op", "kernel"]
+)
+
+
+@both
+@pytest.mark.parametrize("sources, targets", [([0], [3]), ([4, 4, 0], [1, 2, 5]), ([], []), ([5], [0])], ids=str)
+def test_slots(op, sources, targets):
+    buffers = buffers_of(6)
+    expected = copied(buffers, sources, targets)
+    op(buffers, *(torch.tensor(slots, dtype=torch.int64) for slots in (sources, targets)))
+    assert all(same_bits(*pair) for pair in zip(buffers, expected, strict=True))
+
+
+@pytest.mark.interpreter
+@interpreted
+def test_more_buffers_than_a_launch_has_addresses(monkeypatch):
+    from deepspeed_hybrid.ops.triton import copy_slots as launcher
+
+    monkeypatch.setattr(launcher, "MOST_BUFFERS", 2)
+    buffers = [torch.randn(3, 5) for _ in range(5)]
+    expected = copied(buffers, [2], [0])
+    launcher.launch(buffers, torch.tensor([2]), torch.tensor([0]))
+    assert all(same_bits(*pair) for pair in zip(buffers, expected, strict=True))
+
+
+def test_opcheck():
+    arguments = [torch.randn(3, 4), torch.randn(3, 2).bfloat16()], torch.tensor([0]), torch.tensor([2])
+    torch.library.opcheck(torch.ops.deepspeed_hybrid.copy_slots.default, arguments)
+
+
+def test_a_gradient_is_refused():
+    with pytest.raises(RuntimeError, match="copy_slots is for inference and has no gradient"):
+        copy_slots([torch.randn(2, 3, requires_grad=True)], torch.tensor([0]), torch.tensor([1]))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda b, s, t: (b, s.int(), t), "sources must be"),
+        (lambda b, s, t: (b, s, t[None]), "targets must be"),
+        (lambda b, s, t: (b, s, t.repeat(2)), "as many targets"),
+        (lambda b, s, t: ([b[0].t().contiguous().t()], s, t), "buffer 0 must be contiguous"),
+        (lambda b, s, t: ([*b, b[0].to("meta")], s, t), "buffer 1 is on meta"),
+        (lambda b, s, t: ([torch.tensor(1.0)], s, t), "buffer 0 must be contiguous"),
+    ],
+)
+def test_bad_arguments_are_refused(change, message):
+    buffer = torch.randn(3, 4)
+    before = buffer.clone()
+    with pytest.raises(RuntimeError, match=message):
+        copy_slots_reference(*change([buffer], torch.tensor([0]), torch.tensor([1])))
+    assert same_bits(buffer, before)
