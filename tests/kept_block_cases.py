@@ -49,7 +49,7 @@ class Rollout:
 
     def __init__(self, layer: dict, tokens: torch.Tensor, block: Callable, windows: Callable):
         self.layer, self.tokens, self.block, self.windows = layer, tokens, block, windows
-        rows = tokens.shape[0]
+        rows, self.end = tokens.shape[:2]  # tokens that there are to come
         self.done = torch.zeros(rows, dtype=torch.int64, device=tokens.device)
         self.stepped = torch.full_like(self.done, -9)  # of no matter before the first step
         self.out = [[] for _ in range(rows)]
@@ -59,7 +59,7 @@ class Rollout:
         """A block of ``length`` tokens a row, of which the first ``right`` [B] are the row's, and others are not; 0
         for a row that is parked."""
         rows, total, columns = self.tokens.shape
-        left = (total - self.done).clamp(max=length)
+        left = (self.end - self.done).clamp(max=length)
         counts = torch.where(right > 0, left, 0)
         accepted = torch.minimum(right, counts)
         index = torch.arange(length, device=left.device)[:, None]
@@ -108,12 +108,16 @@ def rows_of_tokens(shape: Shape, rows: int, length: int, dtype: torch.dtype) -> 
 
 
 def roll(rollout: Rollout, schedule: Callable[[int], tuple[int, torch.Tensor]]) -> Rollout:
-    """Steps of the length and number of right tokens that ``schedule`` says, until all rows have ended."""
-    step = 0
-    while bool((rollout.done < rollout.tokens.shape[1]).any()):
+    """Steps of the length and number of right tokens that ``schedule`` says, until all rows have ended but for their
+    last token; and one for that, so that however they came there, states have the same tokens in them."""
+    total, step = rollout.end, 0
+    rollout.end = total - 1
+    while bool((rollout.done < rollout.end).any()):
         length, right = schedule(step)
         rollout.step(length, right.to(rollout.done.device))
         step += 1
+    rollout.end = total
+    rollout.step(1, torch.ones_like(rollout.done))
     return rollout
 
 

@@ -38,9 +38,9 @@ def tokens_for(shape: Shape, rows: int, length: int) -> torch.Tensor:
 
 
 def assert_same(one: Rollout, other: Rollout) -> None:
-    """Outputs, to which states are read over and over, windows, and what is beside states."""
+    """Outputs, windows, states, and what is beside them."""
     assert same_bits(one.outputs(), other.outputs())
-    assert same_bits(one.layer["window"], other.layer["window"])
+    assert all(same_bits(one.layer[name], other.layer[name]) for name in ("window", "state"))
     assert all(map(same_bits, one.beside(), other.beside()))
 
 
@@ -91,6 +91,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows():
 
     alone, among = rolled(one, tokens[:1], steps(1)), rolled(many, tokens, steps(300))
     assert same_bits(alone.outputs(), among.outputs()[:1])
+    assert same_bits(alone.layer["state"][:1], among.layer["state"][:1])
 
 
 def test_weights_in_fp32():
