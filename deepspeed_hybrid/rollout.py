@@ -80,7 +80,7 @@ class HybridEngineRollout(RolloutEngine):
             self._speculation,
             self._paths.peers.least,
             self._injection.sums,
-            lambda state_dtype: self._injection.many_rows(state_dtype, self._speculation is not None),
+            lambda state_dtype: self._injection.many_rows(state_dtype),
         )
         self._look()
         self._changes = 0  # how often the model was found changed

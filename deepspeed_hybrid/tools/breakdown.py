@@ -24,7 +24,6 @@ KINDS = {
         "gdn_deferred",
         "gdn_block",
         "gdn_heads",
-        "gdn_windows",
         "gdn_prepare",
         "gdn_carry",
     ),
