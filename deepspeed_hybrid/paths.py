@@ -27,7 +27,7 @@ from deepspeed_hybrid.ops.sharded_choice import decode_step_on_shards
 from deepspeed_hybrid.ops.sharded_truncate import truncate_scores_on_shards
 from deepspeed_hybrid.ops.truncate_scores import truncate_scores, truncate_scores_reference
 from deepspeed_hybrid.segments.apply import refuse_kernelized
-from deepspeed_hybrid.segments.chains import chain_ops, ops_off, prompt_ops, triton_off
+from deepspeed_hybrid.segments.chains import chain_ops, ops_off, prompt_ops, slot_copy, triton_off
 from deepspeed_hybrid.segments.decoder_layer import DecodeOps
 from deepspeed_hybrid.segments.gathered import GatheredWeights, is_partitioned, partition_obstacle
 from deepspeed_hybrid.segments.gdn import check_scans
@@ -51,6 +51,7 @@ class Paths:
     graph: bool
     choose: Callable
     truncate: Callable
+    copy: Callable
     injection: Injection
     peers: Peers
     layers: list[tuple[str, str, str]] = field(default_factory=list)  # layer, kind, path
@@ -174,6 +175,7 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
         graph=graph,
         choose=ops["decode_step"],
         truncate=ops["truncate_scores"],
+        copy=slot_copy(device, cfg.segki_backend),
         injection=Injection(
             model,
             fused_kinds,

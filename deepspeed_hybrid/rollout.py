@@ -69,11 +69,10 @@ class HybridEngineRollout(RolloutEngine):
         self._speculation = make_speculation(self.cfg, self._paths)
         kinds = 1 if self._speculation is None else len(self._speculation.controller.lengths)
         self._graphs = GraphRunner(kinds * self.cfg.max_graphs, self._figures.trace) if self._paths.graph else None
+        place = self._paths.call, self._paths.device, self.cfg.state_dtype
         steps = self._graphs, self._paths.choose, self._paths.truncate
         self._arena = Arena(
-            self._paths.call,
-            self._paths.device,
-            self.cfg.state_dtype,
+            *place,
             *steps,
             lambda: self._injection.masked,
             self._prompt_graphs(),
@@ -81,6 +80,7 @@ class HybridEngineRollout(RolloutEngine):
             self._paths.peers.least,
             self._injection.sums,
             lambda state_dtype: self._injection.many_rows(state_dtype),
+            self._paths.copy,
         )
         self._look()
         self._changes = 0  # how often the model was found changed

@@ -10,6 +10,7 @@ from torch import nn
 
 from deepspeed_hybrid.compat import ModelCall, text_config, text_model
 from deepspeed_hybrid.config import HybridEngineRolloutConfig
+from deepspeed_hybrid.ops.attention_streamed import LATEST
 from deepspeed_hybrid.paths import Paths
 from deepspeed_hybrid.speculative.controller import Controller, FixedBlock, PayingBlock
 from deepspeed_hybrid.speculative.draft import DFlashDraft
@@ -51,7 +52,12 @@ def dflash_speculation(cfg: HybridEngineRolloutConfig, paths: Paths) -> Speculat
     draft.config.check_target(call.embedding.weight.shape[1], layers, call.vocab_size, call.known_ids)
     drafter = DFlashDrafter(draft, call, draft_cache_dtype(cfg.draft_kv_cache_dtype, paths.device))
     side = SideStream() if cfg.draft_side_stream else None
-    return Speculation(drafter, block_controller(cfg.draft_block_size, draft.config.block_size), side)
+    controller = block_controller(cfg.draft_block_size, draft.config.block_size)
+    if cfg.batch_invariant and controller.most_tokens > LATEST:  # one launch a token, which read ahead of each other
+        raise ValueError(
+            f"draft_block_size must be at most {LATEST} with batch_invariant=True; got {controller.most_tokens}"
+        )
+    return Speculation(drafter, controller, side)
 
 
 def mtp_speculation(cfg: HybridEngineRolloutConfig, paths: Paths) -> Speculation:

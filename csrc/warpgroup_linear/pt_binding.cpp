@@ -32,19 +32,21 @@ CUtensorMap map_of(const at::Tensor& matrix, const cuuint64_t (&sizes)[kDimensio
 }
 
 // The size of tiles with which the busiest multiprocessor streams least; of equals the largest.
-// Where x is small, gates and ups come faster in small tiles, of which more are under way.
+// Where x is small, gates and ups come faster in small tiles, of which more are under way, unless
+// that makes an eighth more to stream.
 int64_t tile_of(int64_t rows, int64_t columns, bool glu, bool shared, int processors)
 {
-    if (glu && rows <= kMostRows / 2 && columns >= kSmallTile * processors / 2) return kSmallTile;
-    int64_t best = 0, least = 0;
+    const auto share_of = [&](int64_t tile) {
+        const int64_t blocks = whole(columns, glu ? tile / 2 : tile) * (shared ? kSplit : 1);
+        return whole(blocks, processors / kSharing * kSharing) * tile;
+    };
+    int64_t best = 0;
     for (const int64_t tile : kTileSizes) {
-        const int64_t out = glu ? tile / 2 : tile;
-        if (columns < out) continue;
-        const int64_t blocks = whole(columns, out) * (shared ? kSplit : 1);
-        const int64_t share = whole(blocks, processors / kSharing * kSharing) * tile;
-        if (!best || share <= least) best = tile, least = share;
+        if (columns < (glu ? tile / 2 : tile)) continue;
+        if (!best || share_of(tile) <= share_of(best)) best = tile;
     }
-    return best;
+    const bool small = glu && rows <= kMostRows / 2 && best > kSmallTile;
+    return small && 8 * share_of(kSmallTile) <= 9 * share_of(best) ? kSmallTile : best;
 }
 
 // Shapes and types have been checked in Python, where the CPU's reference needs the same checks.

@@ -3,14 +3,14 @@
 # DeepSpeed Team
 """A transformers Cache whose rows live in slots of fixed address, each with a write position of its own."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from deepspeed_hybrid.cache.layers import DEFERRED, PlanHolder, SlotGdnLayer, SlotKVLayer, StepPlan
 from deepspeed_hybrid.compat import Cache
-from deepspeed_hybrid.ops.copy_slots import copy_slots
+from deepspeed_hybrid.ops.copy_slots import copy_slots_reference
 
 
 class SlotCache(Cache):
@@ -22,6 +22,7 @@ class SlotCache(Cache):
         capacity: tokens a slot holds.
         state_dtype: dtype of the recurrent state.
         defers: whether decode steps may leave tokens beside recurrent states, for which there is room then.
+        copy: the ``copy_slots`` op, or its torch reference.
     """
 
     def __init__(
@@ -31,9 +32,11 @@ class SlotCache(Cache):
         capacity: int,
         state_dtype: torch.dtype = torch.float32,
         defers: bool = False,
+        copy: Callable[..., None] = copy_slots_reference,
     ):
         self.holder = PlanHolder()
         self.slots, self.capacity, self.state_dtype, self.defers = slots, capacity, state_dtype, defers
+        self._copy = copy
         self.companions: list = []  # what else has a place for every slot, to be copied with it: has tensors()
         super().__init__(
             layers=[
@@ -78,7 +81,7 @@ class SlotCache(Cache):
         Args:
             deferred: with tokens beside recurrent states, of which there are none behind a prompt.
         """
-        copy_slots(list(self.buffers(deferred)), sources, targets)
+        self._copy(list(self.buffers(deferred)), sources, targets)
 
     def buffers(self, deferred: bool = True) -> Iterator[torch.Tensor]:
         for layer in (*self.layers, *self.companions):

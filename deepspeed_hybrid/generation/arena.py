@@ -21,6 +21,7 @@ from deepspeed_hybrid.generation.sampling import SamplingKind
 from deepspeed_hybrid.generation.state import DecodeState
 from deepspeed_hybrid.generation.step import decode_step
 from deepspeed_hybrid.generation.transfer import upload
+from deepspeed_hybrid.ops.copy_slots import copy_slots_reference
 from deepspeed_hybrid.ops.shared_sum import SharedSum
 from deepspeed_hybrid.ops.truncate_scores import truncate_scores
 
@@ -89,6 +90,7 @@ class Arena:
         sums: over those ranks; what it keeps goes with the graphs, which write to it.
         many_rows: from how many rows on plain steps may leave tokens beside recurrent states, None for never; asked at
             every call.
+        copy: the ``copy_slots`` op, or its torch reference.
     """
 
     def __init__(
@@ -105,12 +107,14 @@ class Arena:
         least: Callable[[int], int] = int,
         sums: SharedSum | None = None,
         many_rows: Callable[[torch.dtype], int | None] = lambda state_dtype: None,
+        copy: Callable[..., None] = copy_slots_reference,
     ):
         self.model, self.device, self.state_dtype = model, device, state_dtype
         self.graphs, self.masked = graphs, masked
         self.choose, self.truncate = choose, truncate
         self.prompts, self.speculation, self.sums = prompts, speculation, sums
         self.device_free, self.least, self.many_rows = partial(free_bytes, device), least, many_rows
+        self.copy = copy
         self.lanes = self.kv_length = 0
         self.scratch = 0  # the most bytes of a step's logits, and of what becomes of them, so far
         self.cache: SlotCache | None = None
@@ -129,7 +133,7 @@ class Arena:
             if defers and self._beyond(round(self._bytes(slots, capacity, kind, defers) / DEFERRED_SHARE)):
                 defers = False
             self.release()
-            self.cache = SlotCache(layer_kinds(self.model.model), slots, capacity, self.state_dtype, defers)
+            self.cache = SlotCache(layer_kinds(self.model.model), slots, capacity, self.state_dtype, defers, self.copy)
             self.state = DecodeState.empty(slots, capacity, self.device)
             if self.speculation is not None:
                 self.speculation.attach(self.cache)

@@ -47,8 +47,11 @@ def attention_decode(
             with ``gated``, each head's q is followed by its gate.
         cos, sin: [B, R] fp32, bf16 or fp16 of the new tokens' positions. The first R dimensions of a head are rotated,
             the first half of them against the second; the rest pass.
-        keys, values: [S, KV heads, capacity, D] in the dtype of ``projected``, contiguous, S >= B. Updated.
-        position: [B] int64, where the new key and value go. They must be below the capacity: no kernel looks.
+        keys, values: [S, KV heads, capacity, D] in the dtype of ``projected``, contiguous, S >= B. Updated. All but a
+            row's latest 64 positions may be read ahead of the end of kernels that let their successors start, as
+            keep_tokens does, up to the last plain launch.
+        position: [B] int64, where the new key and value go. They must be below the capacity: no kernel looks. They and
+            ``parked`` are read ahead likewise.
         parked: [B] bool, rows that change nothing in the cache, whatever they hold, and whose output is 0.
         q_norm, k_norm: [D] weights of an RMSNorm over each head, or None for none.
         norm_offset: is added to these weights: 1.0 for norms that store them around zero.

@@ -5,8 +5,8 @@
 
 The copy engine brings tiles of keys and values to each warp, and the tensor cores multiply them. It asks for the first
 tiles before the kernel ahead of it has ended. Kernels that let their successors start may stand in a row, so that none
-of them since the last plain launch may have written anything but a row's latest 64 positions: a step begins with one,
-and has each layer once.
+of them since the last plain launch may have written anything but a row's latest LATEST positions: a step begins with
+one, and has each layer once, or once for each token of a block that is no longer.
 """
 
 import functools
@@ -19,6 +19,7 @@ DIMS, DTYPES = (128, 256), (torch.bfloat16, torch.float16)
 MOST_GROUP, MOST_SPLITS, MOST_ROWS = 8, 64, 65535
 SHARED_BYTES = 160 * 1024  # of a block of many warps
 TILE = 16  # tokens that a warp takes at once
+LATEST = 64  # positions of a row that are not read ahead
 FEW_WARPS, MANY_WARPS = 4, 8  # of a block
 PROCESSORS = 132  # of the largest Hopper cards, with room for a block of many warps, or two of few
 FILLED = 0.9  # of them, where no other number of blocks would do better

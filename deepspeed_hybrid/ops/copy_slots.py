@@ -7,12 +7,18 @@ import torch
 
 from deepspeed_hybrid.ops.inference import refuse_recording
 
+PIECE_BYTES = 2**28  # of slots on their way to others: most slots may be copied at once, and memory be full
+
 
 def copy_slots_reference(buffers: list[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
-    """What :func:`copy_slots` does, in plain torch on any device."""
+    """What :func:`copy_slots` does, in plain torch on any device, with memory for 256 MiB of slots or for one."""
     _check(buffers, sources, targets)
     for buffer in buffers:
-        buffer.index_copy_(0, targets, buffer.index_select(0, sources))
+        if not len(sources) or not buffer.numel():
+            continue
+        count = max(1, PIECE_BYTES // buffer[0].nbytes)
+        for some, others in zip(sources.split(count), targets.split(count), strict=True):
+            buffer.index_copy_(0, others, buffer.index_select(0, some))
 
 
 @torch.library.custom_op("deepspeed_hybrid::copy_slots", mutates_args=("buffers",), device_types="cuda")
@@ -31,13 +37,13 @@ def copy_slots(buffers: list[torch.Tensor], sources: torch.Tensor, targets: torc
     """In every buffer, make slot ``targets[i]`` what slot ``sources[i]`` is, in place.
 
     On CUDA this is one launch for all buffers whose slots have the same size, up to 64 of them, without a host sync
-    and without memory of its own; the first call for a number of buffers compiles it. On a CPU it is
-    :func:`copy_slots_reference`. There is no gradient.
+    and without memory of its own; the first call for a number of buffers, or another size of slots, may compile it.
+    On a CPU it is :func:`copy_slots_reference`. There is no gradient.
 
     Args:
         buffers: each [S, ...], contiguous, of any dtype.
-        sources, targets: [N] int64, on the buffers' device. No slot may be among both, nor twice among the targets: no
-            kernel looks.
+        sources, targets: [N] int64, on the buffers' device. Slots must be below S, none among both nor twice among the
+            targets: no kernel looks.
 
     Raises:
         RuntimeError: an argument of another dtype, shape, layout or device; nothing is changed.

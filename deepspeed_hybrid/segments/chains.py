@@ -19,6 +19,7 @@ from deepspeed_hybrid.ops.batch_invariant import (
     residual_linear_in_groups,
     rotary_tables_one_by_one,
 )
+from deepspeed_hybrid.ops.copy_slots import copy_slots, copy_slots_reference
 from deepspeed_hybrid.ops.embedded_rows import embedded_rows, embedded_rows_reference
 from deepspeed_hybrid.ops.gated_heads import gated_heads
 from deepspeed_hybrid.ops.gated_norm import gated_norm
@@ -107,6 +108,11 @@ def prompt_ops(device: torch.device, backend: str, off: dict[str, str]) -> Promp
     products = fused_linear.normed_linear_by_library, fused_linear.residual_linear_by_library
     shared = SharedSum(products[0], fused_linear.normed_rows)  # inboxes would be as large as prompts
     return PromptOps(gdn_conv, gdn_chunks, fused_linear.normed_rows, gated_norm, *attention, *products, shared)
+
+
+def slot_copy(device: torch.device, backend: str) -> Callable[..., None]:
+    """How slots of a cache are copied: by Triton's kernel on CUDA, where it may run, and by torch elsewhere."""
+    return copy_slots if device.type == "cuda" and triton_off(backend) is None else copy_slots_reference
 
 
 def triton_off(backend: str) -> str | None:

@@ -106,6 +106,7 @@ def test_splits_of_any_size(rows, kv_heads, capacity):
         (8, 640, (1, 8)),
         (16, 640, (1, 4)),  # blocks of many warps would be neighbours on half of the card
         (16, 16384, (2, 8)),
+        (20, 16384, (3, 4)),
         (32, 640, (1, 8)),
         (64, 640, (1, 4)),  # two on a multiprocessor
         (256, 640, (1, 4)),

@@ -83,6 +83,14 @@ def test_a_block_longer_than_the_drafts(target):
     assert set(rollout.get_last_profile()["speculation"]["steps"]) == {3}
 
 
+def test_a_block_longer_than_what_is_not_read_ahead(target):
+    draft = tiny_draft(target, block_size=65)
+    with pytest.raises(ValueError, match="draft_block_size must be at most 64 with batch_invariant=True; got 65"):
+        rollout_of(target, speculative="dflash", draft_model=draft, batch_invariant=True)
+    rollout_of(target, speculative="dflash", draft_model=draft, batch_invariant=True, draft_block_size=64)
+    rollout_of(target, speculative="dflash", draft_model=draft)
+
+
 @pytest.mark.parametrize("options", [dict(use_segki=False), dict(segki_kernel="fused_glu")], ids=str)
 def test_layers_that_are_no_chains(target, options):
     with pytest.raises(RuntimeError, match="speculative='dflash' cannot be honoured: .* is no decode chain"):

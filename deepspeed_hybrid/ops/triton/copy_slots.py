@@ -28,14 +28,19 @@ def _copy(buffers, sources, targets, slots, words, BUFFERS: tl.constexpr, TILE: 
     tl.store(buffer + target * words + word, tl.load(buffer + source * words + word, mask=inside), mask=inside)
 
 
+def _word(buffer: torch.Tensor) -> torch.dtype:
+    """The largest whose multiples a slot's size, its first address and its place in its storage are."""
+    facts = buffer[0].nbytes, buffer.data_ptr(), buffer.storage_offset() * buffer.itemsize
+    return next(dtype for dtype in WORDS if not any(fact % dtype.itemsize for fact in facts))
+
+
 def launch(buffers: list[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
     """Run the kernel on arguments that the op has checked."""
-    alike: dict[int, list[torch.Tensor]] = defaultdict(list)
+    alike: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for buffer in buffers:
         if len(sources) and buffer.numel():
-            alike[buffer[0].nbytes].append(buffer)
-    for size, group in alike.items():
-        dtype = next(dtype for dtype in WORDS if size % dtype.itemsize == 0)
+            alike[buffer[0].nbytes, _word(buffer)].append(buffer)
+    for (size, dtype), group in alike.items():
         words, tile = size // dtype.itemsize, TILE_BYTES // dtype.itemsize
         with torch.cuda.device_of(sources):  # Triton launches on the current device
             for first in range(0, len(group), MOST_BUFFERS):

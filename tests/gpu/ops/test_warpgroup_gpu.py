@@ -37,8 +37,9 @@ def test_fp16(around, m):
 @pytest.mark.parametrize(
     "around", [AROUND["norm"], AROUND["glu"], AROUND["residual"]], ids=["norm", "glu", "residual"]
 )
-def test_every_size_of_tiles(around, columns):
-    check(OP, case(40, columns, 256, **around))
+@pytest.mark.parametrize("rows", [24, 40])
+def test_every_size_of_tiles(around, columns, rows):
+    check(OP, case(rows, columns, 256, **around))
 
 
 @pytest.mark.parametrize("around", [AROUND["norm and bias"], AROUND["glu"], AROUND["residual"]], ids=str)
