@@ -10,8 +10,9 @@ import pytest
 import torch
 from attention_cases import attention_arguments
 
-from deepspeed_hybrid.ops import attention_streamed
+from deepspeed_hybrid.ops import attention_streamed, few_rows, gdn_streamed, warpgroup
 from deepspeed_hybrid.ops.attention_streamed import choose_splits
+from deepspeed_hybrid.segments import chains
 
 LAYER = {"query_heads": 4, "kv_heads": 2, "head_dim": 128, "dtype": torch.bfloat16}
 
@@ -56,6 +57,8 @@ def shifted(tensor: torch.Tensor) -> torch.Tensor:
         ({"cos_dtype": torch.float16}, {}, False),
         ({"norm_dtype": torch.float32}, {}, True),
         ({"norm_dtype": torch.float16}, {}, False),
+        ({}, {"sin": torch.Tensor.half}, False),
+        ({}, {"k_norm": torch.Tensor.half}, False),
         ({}, {"keys": shifted}, False),
         ({}, {"values": shifted}, False),
         ({}, {"projected": shifted}, True),
@@ -63,6 +66,51 @@ def shifted(tensor: torch.Tensor) -> torch.Tensor:
 )
 def test_which_layers(options, changes, expected, monkeypatch):
     assert takes(monkeypatch, changes, **options) is expected
+
+
+def test_more_rows_than_a_grid_has(monkeypatch):
+    monkeypatch.setattr(attention_streamed, "MOST_ROWS", 2)
+    assert takes(monkeypatch)
+    monkeypatch.setattr(attention_streamed, "MOST_ROWS", 1)
+    assert not takes(monkeypatch)
+
+
+def test_a_card_that_cannot(monkeypatch):
+    monkeypatch.setattr(attention_streamed, "obstacle", lambda index: f"card {index} is old")
+    attention_streamed._capable.cache_clear()
+    arguments = attention_arguments([3], **LAYER)
+    assert not attention_streamed.takes(**arguments | {"projected": OnCard(arguments["projected"])})
+    attention_streamed._capable.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "lengths, splits, passed", [([3, 4], 0, (1, 8)), ([3, 4], 5, (5, 4)), ([], 0, (1, 8))], ids=str
+)
+def test_what_the_op_is_called_with(lengths, splits, passed, monkeypatch):
+    """A number of splits that is given is of blocks of one size in any batch."""
+    calls: list[tuple] = []
+    op = SimpleNamespace(attention_streamed=lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(attention_streamed, "load", {"attention_streamed": op}.__getitem__)
+    arguments = attention_arguments(lengths or [1], **LAYER)
+    if not lengths:
+        arguments["projected"] = arguments["projected"][:0]
+    attention_streamed.launch(**arguments | {"splits": splits})
+    ((*_, chosen, warps),) = calls
+    assert (chosen, warps) == passed
+
+
+def test_what_is_off_is_said(monkeypatch):
+    for op in (attention_streamed, few_rows, gdn_streamed, warpgroup):
+        monkeypatch.setattr(
+            op, "obstacle", lambda index, op=op: None if op is few_rows else f"{op.__name__} on {index}"
+        )
+    package, plain = "deepspeed_hybrid.ops", SimpleNamespace(gdn_deferred=None)
+    attention = {"attention_streamed op": f"{package}.attention_streamed on 1"}
+    products = {"warpgroup_linear op": f"{package}.warpgroup on 1"}
+    assert chains.ops_off(1, plain, train_consistent=True) == attention
+    assert chains.ops_off(1, plain, train_consistent=False) == attention | products
+    states = {"gdn_streamed op": f"{package}.gdn_streamed on 1"}
+    assert chains.ops_off(1, SimpleNamespace(gdn_deferred=print), train_consistent=True) == attention | states
 
 
 @pytest.mark.parametrize(
