@@ -266,7 +266,7 @@ __device__ __forceinline__ void take(const GdnStreamedArguments& args, Inbox& in
     }
     known = fmaf(of_state.x, kept.of_state * token.decay, known);
     answer = fmaf(of_state.y, kept.of_state * token.decay, answer);
-    const float delta = (token.value - known) * token.beta;
+    const float delta = fmaf(-known, token.beta, rounded<Element>(token.value * token.beta));
     answer = fmaf(own, delta, answer);
     *out = normed<Element>(args, scratch, answer, gain, token.raw[3], group);
     keep(args, head, now.place, token, delta, thread);

@@ -92,7 +92,7 @@ def _scan(
     pairs = zip(heads.float().split(lanes), gates.split(lanes), strict=True) if lanes else ()
     for index, (of_token, both) in enumerate(pairs):
         beta, decay = both.unbind(1)
-        read, after = delta_rule(of_token, beta, decay, memory.float(), sizes)
+        read, after = delta_rule(of_token, beta, decay, memory.float(), sizes, heads.dtype)
         memory = torch.where(counts[:, None, None, None] > index, after.to(state.dtype), memory)
         core.append(read)
     return core, memory

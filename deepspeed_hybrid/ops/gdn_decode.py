@@ -118,7 +118,8 @@ def gdn_decode_reference(
     conv = conv_weight, conv_bias
     ring, heads = next_heads(projected, window, *conv, position, sizes, rounded_heads)
     beta, decay = head_gates(projected, A_log, dt_bias, sizes)
-    core, memory = delta_rule(heads, beta, decay, state.float(), sizes)
+    written = projected.dtype if rounded_heads else torch.float32
+    core, memory = delta_rule(heads, beta, decay, state.float(), sizes, written)
     out = gated_core(core, projected, norm_weight, eps, sizes)
     window.copy_(torch.where(parked[:, None, None], window, ring))
     state.copy_(torch.where(parked[:, None, None, None], state, memory.to(state.dtype)))
@@ -160,16 +161,23 @@ def head_gates(
 
 
 def delta_rule(
-    heads: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor, memory: torch.Tensor, sizes: GdnSizes
+    heads: torch.Tensor,
+    beta: torch.Tensor,
+    decay: torch.Tensor,
+    memory: torch.Tensor,
+    sizes: GdnSizes,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a token reads, [B, HV, DV] fp32, and the state [B, HV, DK, DV] fp32 behind it."""
+    """What a token reads, [B, HV, DV] fp32, and the state [B, HV, DK, DV] fp32 behind it; values times beta are
+    rounded to ``dtype``."""
     query, key, value = heads.split([sizes.keys, sizes.keys, sizes.values], dim=-1)
     query, key = (
         part.reshape(-1, sizes.key_heads, sizes.key_dim).repeat_interleave(sizes.group, dim=1) for part in (query, key)
     )
     query, value = query * sizes.key_dim**-0.5, value.reshape(-1, sizes.value_heads, sizes.value_dim)
     memory = memory * decay[..., None, None]
-    delta = (value - (memory * key[..., None]).sum(-2)) * beta[..., None]
+    known = (memory * key[..., None]).sum(-2)
+    delta = rounded(value * beta[..., None], dtype) - known * beta[..., None]
     memory = memory + key[..., None] * delta[..., None, :]
     return (memory * query[..., None]).sum(-2), memory
 
@@ -256,8 +264,8 @@ def gdn_decode(
         position: [B] int64, the new token's place in its sequence, 0 for the first.
         parked: [B] bool, rows of which nothing changes and whose output is zeros, whatever they hold.
         key_heads: HK; value head h reads key head h // (HV / HK).
-        rounded_heads: round normalised queries and keys to projected's dtype, as flash-linear-attention's kernels of
-            whole sequences do, and transformers' function does not.
+        rounded_heads: round normalised queries and keys, and values times beta, to projected's dtype, as
+            flash-linear-attention's kernels of whole sequences do, and transformers' function does not.
 
     Returns:
         [B, HV * DV] in projected's dtype, contiguous.

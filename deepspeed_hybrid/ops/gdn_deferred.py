@@ -76,7 +76,8 @@ def gdn_deferred_reference(
     state[:lanes] = torch.where(full[:, None, None, None], memory.to(state.dtype), state[:lanes])
 
     known = (memory * decay[..., None, None] * key[..., None]).sum(-2)
-    delta = (value.unflatten(-1, (sizes.value_heads, -1)) - known) * beta[..., None]
+    value = rounded(value.unflatten(-1, (sizes.value_heads, -1)) * beta[..., None], heads.dtype)
+    delta = value - known * beta[..., None]
     own = rounded((key * query).sum(-1), heads.dtype)[..., None] * delta
     core = (of_state + of_tokens + own) * sizes.key_dim**-0.5
 

@@ -104,6 +104,20 @@ def test_heads_are_rounded_behind_their_norm_where_asked_to():
     assert torch.equal(keys[True], keys[False].to(BF16).float()) and not torch.equal(keys[True], keys[False])
 
 
+def test_values_are_rounded_behind_their_gate_where_heads_are():
+    """An empty state holds a key times what is written, for a key of one dimension is 1 or 0."""
+    shape = gdn_decode_cases.Shape(1, 1, 1, 64, kernel=1)
+    written = {}
+    for rounded_heads in (True, False):
+        arguments = gdn_decode_cases.arguments_of(shape, 1, dtype=BF16, weights=BF16, bias=False)
+        arguments["state"].zero_()
+        arguments["conv_weight"].fill_(1.0)
+        arguments["projected"][:, 1] = 100.0
+        gdn_decode_reference(**arguments, rounded_heads=rounded_heads)
+        written[rounded_heads] = arguments["state"][0, 0, 0]
+    assert torch.equal(written[True], written[False].to(BF16).float()) and not torch.equal(*written.values())
+
+
 @torch.no_grad()
 def test_attention_decode_rounds_like_its_layer(model):
     layer, config = first(model, qwen.Qwen3_5Attention), model.config

@@ -12,6 +12,7 @@ from deepspeed_hybrid.ops.gdn_decode import GdnSizes
 from deepspeed_hybrid.ops.triton import gated_norm
 from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
 from deepspeed_hybrid.ops.triton.gdn_decode import _product
+from deepspeed_hybrid.ops.triton.rounding import rounded
 
 # A program has some of a head's columns, which one warp can hold in registers: no thread ever waits for another warp.
 # Sums over DK are then added up in the order of gdn_decode, whose four warps have every fourth row of an fp32 state of
@@ -109,7 +110,8 @@ def gdn_block_kernel(
         next_beta, next_decay = tl.load(gate_place), tl.load(gate_place + VALUE_HEADS)
 
         memory *= decay
-        delta = (v - tl.sum(_product(memory, k[:, None], minus_zero), axis=0)) * beta
+        known = tl.sum(_product(memory, k[:, None], minus_zero), axis=0)
+        delta = tl.fma(-known, beta, rounded(v * beta, heads.dtype.element_ty))
         memory += k[:, None] * delta[None, :]
         if core is not None:
             read = tl.sum(memory * q[:, None], axis=0)

@@ -184,7 +184,9 @@ def gdn_decode_kernel(
     k = rounded_if(ROUNDED, k * tl.rsqrt(tl.sum(k * k) + L2_EPSILON), raw.dtype)
 
     memory *= tl.exp(-rate * _softplus(a))
-    delta = (v - tl.sum(_product(memory, k[:, None], minus_zero), axis=0)) * rounded(_sigmoid(b), raw.dtype)
+    beta = rounded(_sigmoid(b), raw.dtype)
+    known = tl.sum(_product(memory, k[:, None], minus_zero), axis=0)
+    delta = tl.fma(-known, beta, rounded_if(ROUNDED, v * beta, raw.dtype))
     memory += k[:, None] * delta[None, :]
     tl.store(state_place, memory.to(state.dtype.element_ty), mask=state_mask, eviction_policy=EVICTION)
 

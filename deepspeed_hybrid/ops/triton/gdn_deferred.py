@@ -102,7 +102,7 @@ def gdn_deferred_kernel(
     with_query = rounded(tl.sum(kept * q[None, :], axis=1) * of_token, keys.dtype.element_ty)
     own = rounded(tl.sum(k.to(tl.float32) * q), keys.dtype.element_ty)
     known = known * of_state + tl.sum(with_key[:, None] * added, axis=0)
-    delta = (v - known) * beta
+    delta = tl.fma(-known, beta, rounded(v * beta, keys.dtype.element_ty))
     read = (read * of_state + tl.sum(with_query[:, None] * added, axis=0) + own * delta) * (KEY_DIM**-0.5)
     tl.store(core + row * VALUES + head * VALUE_DIM + column, read.to(core.dtype.element_ty), mask=value_mask)
 
