@@ -28,7 +28,7 @@ CUtensorMap map_of(const at::Tensor& matrix, const cuuint64_t (&sizes)[kDimensio
     cuuint64_t distances[kDimensions - 1];
     for (int i = 0; i + 1 < kDimensions; ++i) distances[i] = rows[i] * sizes[0];
     return boxes_of("warpgroup_linear", matrix, sizes, distances, box,
-                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+                    CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
 // The size of tiles with which the busiest multiprocessor streams least; of equals the largest.
