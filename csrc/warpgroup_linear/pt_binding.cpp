@@ -38,8 +38,7 @@ int64_t tile_of(int64_t rows, int64_t columns, bool glu, bool shared, int proces
 {
     const auto share_of = [&](int64_t tile) {
         const int64_t blocks = whole(columns, glu ? tile / 2 : tile) * (shared ? kSplit : 1);
-        const int readers = readers_of(static_cast<int>(rows));
-        return whole(blocks, processors / readers * readers) * tile;
+        return whole(blocks, processors / kSharing * kSharing) * tile;
     };
     int64_t best = 0;
     for (const int64_t tile : kTileSizes) {
@@ -94,7 +93,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> warpgroup_linear(
     };
     const auto size = [](int64_t value) { return static_cast<cuuint64_t>(value); };
     const auto part = [](int64_t value) { return static_cast<cuuint32_t>(value); };
-    const int64_t readers = added ? 1 : readers_of(static_cast<int>(rows));
+    const int64_t readers = added ? 1 : kSharing;
     WarpgroupArguments args = {};
     args.box = static_cast<int>(whole(rows, kGroup * readers) * kGroup);
     args.x = map_of<2>(x, {size(inner), size(rows)}, {1}, {kInnerStep, part(args.box)});

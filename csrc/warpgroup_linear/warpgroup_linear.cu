@@ -36,9 +36,9 @@ struct Shape {
     static constexpr int kTile = kTile_;
     static constexpr bool kGlu = kGlu_, kShared = kShared_;
     static constexpr int kOut = kGlu ? kTile / 2 : kTile;
-    static constexpr int kReaders = kShared ? 1 : readers_of(kRows);
-    static constexpr int kCluster = kShared ? kSplit : kReaders;
+    static constexpr int kCluster = kShared ? kSplit : kSharing;
     static constexpr int kInnerShares = kShared ? kSplit : 1;
+    static constexpr int kReaders = kShared ? 1 : kSharing;
     static constexpr int kAtom = kTile % 48 == 0 ? 48 : kTile % 80 == 0 ? 80 : 64;
     static constexpr int kWeightBytes = kTile * kRowBytes;
     static constexpr int kStage = kWeightBytes + kRows * kRowBytes;
@@ -283,11 +283,9 @@ __global__ void __launch_bounds__(kThreads)
             }
         }
     }
-    if constexpr (S::kCluster > 1) {
-        __syncwarp();
-        arrive_at_cluster();
-        wait_for_cluster();  // sums may still be on their way from here
-    }
+    __syncwarp();
+    arrive_at_cluster();
+    wait_for_cluster();  // sums may still be on their way from here
 #endif
 }
 

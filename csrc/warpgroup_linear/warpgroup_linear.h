@@ -15,12 +15,10 @@ namespace ds_hybrid {
 constexpr int kMostRows = 64;   // of x: one product on the tensor cores
 constexpr int kInnerStep = 64;  // the inner dimension is a multiple of it
 constexpr int kGroup = 8;       // columns of which gates and ups take turns in a tile
+constexpr int kSharing = 2;     // blocks of a cluster that read x together
 constexpr int kSplit = 4;       // blocks of a cluster that share a tile's inner dimension
 constexpr int kTileSizes[] = {64, 80, 96, 128, 144, 160};  // rows of the weight
 constexpr int kSmallTile = 80;                             // of them
-
-// Blocks of a cluster that read x together. Where x is small, a block is better off alone.
-constexpr int readers_of(int rows) { return rows > kMostRows / 2 ? 2 : 1; }
 
 // x is [rows, inner] and weight [columns, inner], with glu [2 * columns, inner]; the maps are of
 // them, in boxes of a stage. out is [rows, columns]. All of one type: bfloat16 or float16.
