@@ -300,7 +300,7 @@ def gdn_decode_step(
     last = norm.weight, getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     block = plan.block
     if block is None and cache.holder.deferring and ops.gdn_deferred is not None:
-        counts, slots.lagging = cache.holder.once("counts", lambda: (~plan.parked).long()), True
+        counts, slots.lagging = cache.holder.once("counts", lambda: plan.parked ^ 1), True
         kept = slots.state, *slots.deferred
         return ops.gdn_deferred(projected, *conv, *kept, *last, plan.before, plan.answered, counts, heads)
     if block is None:
