@@ -12,6 +12,7 @@
 #include <algorithm>
 
 #include "activations.cuh"
+#include "dependent_launch.cuh"
 #include "fused_silu_mul_halves.h"
 
 namespace ds_hybrid {
@@ -40,6 +41,8 @@ __device__ __forceinline__ void store(Element* to, const Pack<Element, N>& pack)
 template <typename Element, int N>
 __global__ void __launch_bounds__(kThreads) silu_mul(const SiluMulArguments args)
 {
+    announce_dependents();
+    wait_for_predecessor();
     using Packed = Pack<Element, N>;
     const int64_t row = blockIdx.x;
     const Element* gate = static_cast<const Element*>(args.gate_up) + row * args.row_stride;
@@ -68,8 +71,7 @@ void launch(const SiluMulArguments& args, cudaStream_t stream)
     constexpr int64_t kPerBlock = kThreads * N;
     const int64_t blocks = std::min((args.half + kPerBlock - 1) / kPerBlock, kMaxGridY);
     const dim3 grid(static_cast<unsigned>(args.rows), static_cast<unsigned>(blocks));
-    silu_mul<Element, N><<<grid, kThreads, 0, stream>>>(args);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    launch_dependent(silu_mul<Element, N>, grid, kThreads, 1, 0, stream, args);
 }
 
 template <typename Element>
