@@ -1,0 +1,258 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// DeepSpeed Team
+
+#pragma once
+
+#include "feed.cuh"
+#include "tensor_core.cuh"
+
+// What a block's tokens bring, and what they and the kept ones have to do with one another.
+
+namespace ds_hybrid {
+
+constexpr int kChunks = kDim / 8;  // of 16 bytes, of a key
+constexpr int kKeyRows = 3 * 16;   // of kept keys for the tensor cores, in tiles of 16
+static_assert(kMostBeside <= kKeyRows);
+
+// How many tokens a warp has of a block.
+template <int kTokens>
+constexpr int kShare = kTokens < kGroupWarps ? 1 : kTokens / kGroupWarps;
+
+// Of one group. A pair is a coefficient of something with a token's key, and with its query.
+template <int kTokens>
+struct alignas(128) Scratch {
+    uint4 kept_keys[kKeyRows * kChunks];            // swizzled, and so are ...
+    uint4 keys_queries[2 * kMostTokens * kChunks];  // ... keys, and behind them queries
+    union {
+        float sums[2][kTokens][kDim];  // of the state's products with keys and with queries
+        float core[kTokens][kDim];     // what comes of them
+    };
+    float2 kept[kMostBeside][kTokens], own[kTokens][kTokens];
+    float left[kMostBeside + kMostTokens + 1][kTokens], of_state[kTokens], beta[kTokens];
+    alignas(16) float decays[kMostBeside + kMostTokens + 2];
+    // What decays leave of a state, and of the tokens that it takes in, when it does so.
+    float taken[2], faded[kMostBeside];
+    uint2 values[kTokens][kDim / 4];
+};
+
+__device__ __forceinline__ int chunk_at(int row, int chunk)
+{
+    return row * kChunks + (chunk ^ row % kSwizzledRows);
+}
+
+// Four channels of a lane.
+template <typename Element>
+__device__ __forceinline__ void unpack(float (&to)[4], const uint2& words)
+{
+    const float2 low = values_of<Element>(words.x), high = values_of<Element>(words.y);
+    to[0] = low.x;
+    to[1] = low.y;
+    to[2] = high.x;
+    to[3] = high.y;
+}
+
+// Two at a time, which is twice as fast as one by one.
+template <typename Element>
+__device__ __forceinline__ uint32_t packed(float low, float high)
+{
+    uint32_t word;
+    if constexpr (std::is_same_v<Element, c10::BFloat16>) {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    } else {
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    }
+    return word;
+}
+
+template <typename Element>
+__device__ __forceinline__ uint2 packed(const float (&from)[4])
+{
+    return {packed<Element>(from[0], from[1]), packed<Element>(from[2], from[3])};
+}
+
+template <typename Element>
+__device__ __forceinline__ void round_all(float (&values)[4])
+{
+    unpack<Element>(values, packed<Element>(values));
+}
+
+// Conv with SiLU of a lane's four channels of one part, each rounded, as heads.cuh's activated().
+template <typename Element>
+__device__ __forceinline__ void activate(float (&to)[4], const Beside& beside, int part, int token,
+                                         int position, bool ahead, int lane)
+{
+    float sums[4] = {}, raw[4], taps[4][4];
+    const uint4* const of_lane = reinterpret_cast<const uint4*>(&beside.taps[part][lane * 4]);
+    const uint4* const older = reinterpret_cast<const uint4*>(&beside.window[part][lane * 4]);
+    uint4 both[2] = {of_lane[0], of_lane[1]};
+    uint2 words[4] = {{both[0].x, both[0].y},
+                      {both[0].z, both[0].w},
+                      {both[1].x, both[1].y},
+                      {both[1].z, both[1].w}};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) unpack<Element>(taps[i], words[i]);
+#pragma unroll
+    for (int age = 1; age < kTaps; ++age) {
+        float before[4];
+        if (token >= age || ahead) {
+            const uint16_t* const there =
+                token >= age ? beside.raw[token - age][part] : beside.earlier(part, age - token);
+            unpack<Element>(before, reinterpret_cast<const uint2*>(there)[lane]);
+        } else {
+            const int place = (position + token - age + kTaps) % kTaps;
+            both[0] = older[0];
+            both[1] = older[1];
+            const uint32_t pairs[] = {
+                place < 2 ? both[0].x : both[0].y, place < 2 ? both[0].z : both[0].w,
+                place < 2 ? both[1].x : both[1].y, place < 2 ? both[1].z : both[1].w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                before[i] = value_of<Element>(pairs[i] >> place % 2 * 16 & 0xffffu);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[i] = fmaf(before[i], taps[i][kTaps - 1 - age], sums[i]);
+    }
+    unpack<Element>(raw, reinterpret_cast<const uint2*>(beside.raw[token][part])[lane]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[i] = fmaf(raw[i], taps[i][kTaps - 1], sums[i]);
+    round_all<Element>(to);
+#pragma unroll
+    for (float& value : to) value = silu(value);
+    round_all<Element>(to);
+}
+
+template <typename Element>
+__device__ __forceinline__ void normalise(float (&head)[4])
+{
+    const float squares = sum_of_lanes<kWarp>(head[0] * head[0] + head[1] * head[1] +
+                                              head[2] * head[2] + head[3] * head[3]);
+    const float factor = rsqrtf(squares + kNormEps);
+#pragma unroll
+    for (float& value : head) value *= factor;
+    round_all<Element>(head);
+}
+
+// A warp's tokens, and what is kept, into scratch; keys into their ring, which no one reads there
+// before these tokens are some.
+template <typename Element, int kTokens>
+__device__ __forceinline__ void bring(const GdnStreamedBlockArguments& args, const Head& head,
+                                      const BlockPlace& place, const Beside& beside,
+                                      Scratch<kTokens>& scratch, uint2 (&gates)[kShare<kTokens>],
+                                      int thread)
+{
+    const int warp = thread / kWarp, lane = thread % kWarp;
+#pragma unroll
+    for (int share = 0; share < kShare<kTokens>; ++share) {
+        const int token = share * kGroupWarps + warp;
+        if (token >= kTokens) break;
+        float query[4], key[4], value[4];
+        activate<Element>(query, beside, 0, token, place.position, args.ahead, lane);
+        activate<Element>(key, beside, 1, token, place.position, args.ahead, lane);
+        activate<Element>(value, beside, 2, token, place.position, args.ahead, lane);
+        gates[share] = reinterpret_cast<const uint2*>(beside.raw[token][3])[lane];
+        normalise<Element>(query);
+        normalise<Element>(key);
+        const uint2 words = packed<Element>(key);
+        uint2* const rows = reinterpret_cast<uint2*>(scratch.keys_queries);
+        rows[chunk_at(token, lane / 2) * 2 + lane % 2] = words;
+        rows[chunk_at(kMostTokens + token, lane / 2) * 2 + lane % 2] = packed<Element>(query);
+        scratch.values[token][lane] = packed<Element>(value);
+        if (head.first && token < place.count) {
+            const int64_t in_ring =
+                head.of_keys(args) * args.places + (place.position + token) % args.places;
+            static_cast<uint2*>(args.keys)[in_ring * (kDim / 4) + lane] = words;
+        }
+    }
+    // Zeros where there are none: the state takes in none of them, sixteen at a time.
+    for (int i = thread; i < max(place.kept, 2 * kTaken) * kChunks; i += kGroupThreads) {
+        const int row = i / kChunks, chunk = i % kChunks;
+        scratch.kept_keys[chunk_at(row, chunk)] =
+            row < place.kept ? beside.keys[row][chunk] : make_uint4(0, 0, 0, 0);
+    }
+    if (thread < place.kept) {
+        scratch.decays[thread] = beside.decays[(place.oldest(args) + thread) % args.places];
+    }
+}
+
+// What decays leave, by the time of each token and when a state takes tokens in, of the token
+// before `number` and of those before it: of the state that has these in it, too. A product's bits
+// go by which decays are in it alone.
+template <int kTokens>
+__device__ __forceinline__ void fade(const BlockPlace& place, Scratch<kTokens>& scratch, int number)
+{
+    if (number > place.kept + kTokens) return;
+    float left = 1.0f, by_first = 1.0f, by_last = 1.0f;
+#pragma unroll
+    for (int token = 0; token < kMostBeside; token += 4) {
+        if (token >= place.kept) break;
+        const float4 four = *reinterpret_cast<const float4*>(scratch.decays + token);
+        const float decays[] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (token + i == place.first) by_first = left;
+            if (token + i == place.last) by_last = left;
+            if (token + i >= number && token + i < place.kept) left *= decays[i];
+        }
+    }
+    if (place.kept == place.first) by_first = left;
+    if (place.kept == place.last) by_last = left;
+    if (number == 0) scratch.taken[0] = by_first;
+    if (number == place.first) scratch.taken[1] = by_last;
+    if (number > 0 && number <= place.first) scratch.faded[number - 1] = by_first;
+    if (number > place.first && number <= place.last) scratch.faded[number - 1] = by_last;
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) {
+        if (place.kept + i >= number) left *= scratch.decays[place.kept + i];
+        scratch.left[number][i] = left;
+    }
+}
+
+// Products of 16 keys, from `rows` on, with keys and queries of all tokens.
+template <typename Element>
+__device__ __forceinline__ void multiply_keys(float (&with_keys)[4], float (&with_queries)[4],
+                                              const uint4* rows, const uint4* keys_queries)
+{
+    const int lane = threadIdx.x % kWarp;
+#pragma unroll
+    for (int step = 0; step < kDim / 16; ++step) {
+        const uint4 a = load_matrices(rows + chunk_at(lane % 16, step * 2 + lane / 16));
+        // Rows 0-7 of it are keys, rows 8-15 queries, and here the second operand.
+        const uint4 b = load_matrices(keys_queries + chunk_at(lane % 16, step * 2 + lane / 16));
+        multiply_tile<Element>(with_keys, a, b.x, b.z);
+        multiply_tile<Element>(with_queries, a, b.y, b.w);
+    }
+}
+
+// Of kept tokens, those of one tile, and of the block's own: coefficients into scratch.
+template <typename Element, int kTokens>
+__device__ __forceinline__ void weigh(const BlockPlace& place, Scratch<kTokens>& scratch, int tile,
+                                      const float (&with_keys)[4], const float (&with_queries)[4])
+{
+    const int lane = threadIdx.x % kWarp;
+    const bool own = tile < 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4 + i / 2 * 8, token = lane % 4 * 2 + i % 2;
+        if (token >= kTokens) continue;
+        if (own) {
+            if (row >= kTokens) continue;
+            const float left = scratch.left[place.kept + row + 1][token];
+            float2 pair =
+                make_float2(with_keys[i] * left, rounded<Element>(with_queries[i] * left));
+            if (row == token) pair.y = rounded<Element>(with_queries[i]);
+            scratch.own[row][token] = pair;
+            continue;
+        }
+        const int kept = tile * 16 + row;
+        if (kept >= place.kept) continue;
+        const bool beside = kept >= (token < place.change ? place.first : place.last);
+        const float left = scratch.left[kept + 1][token];
+        scratch.kept[kept][token] =
+            beside ? make_float2(with_keys[i] * left, rounded<Element>(with_queries[i] * left))
+                   : make_float2(0.0f, 0.0f);
+    }
+}
+
+}  // namespace ds_hybrid
