@@ -362,7 +362,7 @@ def _all_heads_here(mixer: Segment) -> str | None:
     return head_parallel_obstacle(mixer.module) if is_column_shard(mixer.projections[0]) else None
 
 
-def _many_rows(layer: nn.Module | HeadParallelGdn, state_dtype: torch.dtype, blocks: bool) -> int | None:
+def _many_rows(layer: nn.Module | HeadParallelGdn, state_dtype: torch.dtype, blocks: bool = False) -> int | None:
     """Of a recurrent layer, see MANY_HEADS; None: never."""
     heads, conv = layer.num_v_heads, layer.conv1d
     sizes = GdnSizes(layer.num_k_heads, heads, layer.head_k_dim, layer.head_v_dim, layer.conv_kernel_size)
