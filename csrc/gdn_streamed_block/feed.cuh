@@ -16,6 +16,15 @@
 
 namespace ds_hybrid {
 
+// A group of warps for one state: as many for each of its columns as share a block's tokens.
+constexpr int kTeamWarps = 8, kTeamThreads = kTeamWarps * kWarp;
+static_assert(kTeamWarps >= kMostTokens);
+
+__device__ __forceinline__ void meet_team(int team)
+{
+    asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(kTeamThreads) : "memory");
+}
+
 constexpr int kStageRows = 16, kHeadStages = kDim / kStageRows;
 constexpr int kStageFloats = kStageRows * kDim, kStageBytes = kStageFloats * 4;
 constexpr int kStages = 4;
@@ -54,7 +63,7 @@ __device__ __forceinline__ void ask_for_tokens(const GdnStreamedBlockArguments& 
     const int part = thread % kOfToken / kPieces, piece = thread % kPieces;
     const int from = part < 3 ? head.channel(args, part) : args.channels + head.value_head * kDim;
     for (int token = thread / kOfToken; token < min(count, args.tokens);
-         token += kGroupThreads / kOfToken) {
+         token += kTeamThreads / kOfToken) {
         copy_chunk(reinterpret_cast<uint4*>(beside.raw[token][part]) + piece,
                    projected_by(args, head, token) + from + piece * 8);
     }
@@ -71,10 +80,10 @@ struct alignas(128) Inbox {
     {
         for (int stage = 0; stage < kStages; ++stage) {
             init_barrier(shared_address(&full[stage]), 1);
-            init_barrier(shared_address(&empty[stage]), kGroupWarps);
+            init_barrier(shared_address(&empty[stage]), kTeamWarps);
         }
         init_barrier(shared_address(&beside_full), 2);  // window and kept tokens
-        init_barrier(shared_address(&beside_empty), kGroupWarps);
+        init_barrier(shared_address(&beside_empty), kTeamWarps);
     }
 };
 

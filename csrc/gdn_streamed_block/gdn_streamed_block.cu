@@ -6,7 +6,7 @@
 // it is decided afterwards how many have been.
 //
 // As in gdn_streamed, the copy engine brings the states of a block's heads, and what goes with
-// them, from before the kernel ahead has ended, and groups of four warps take one head after the
+// them, from before the kernel ahead has ended, and groups of eight warps take one head after the
 // other. Of a state nothing but products with the tokens' keys and queries is wanted. What kept
 // tokens have written, and what the block's own write for one another, is weighed by products of
 // keys on the tensor cores. Each token is kept beside the state, where it is nothing until the
@@ -14,13 +14,14 @@
 
 #include <algorithm>
 
+#include "column.cuh"
 #include "state.cuh"
 
 namespace ds_hybrid {
 namespace {
 
 constexpr int kGroups = 2;
-constexpr int kThreads = kGroups * (kGroupThreads + 2 * kWarp);  // warps behind them feed them
+constexpr int kThreads = kGroups * (kTeamThreads + 2 * kWarp);  // warps behind them feed them
 
 template <int kTokens>
 struct Shared {
@@ -75,29 +76,25 @@ __device__ __forceinline__ void weigh_all(const BlockPlace& place, Scratch<kToke
                                           int group, int thread)
 {
     const int warp = thread / kWarp;
-    // Tiles of kept tokens 0 and 2 are the first warp's, 1 and the block's own the second one's.
-    float front[2][4] = {}, back[2][4] = {};
-    const bool own = warp == 1, has_front = warp < 2 && warp * 16 < place.kept;
-    const bool has_back = own || (warp == 0 && 2 * 16 < place.kept);
-    if (has_front) {
-        multiply_keys<Element>(front[0], front[1], scratch.kept_keys + warp * 16 * kChunks,
+    // Tiles of kept tokens are the first warps', the block's own the fourth one's.
+    constexpr int kKeptTiles = kKeyRows / 16, kFading = kKeptTiles + 1, kBehind = kFading + 2;
+    const bool own = warp == kKeptTiles;
+    const bool weighs = own || (warp < kKeptTiles && warp * 16 < place.kept);
+    float with_keys[4] = {}, with_queries[4] = {};
+    if (weighs) {
+        multiply_keys<Element>(with_keys, with_queries,
+                               own ? scratch.keys_queries : scratch.kept_keys + warp * 16 * kChunks,
                                scratch.keys_queries);
     }
-    if (has_back) {
-        multiply_keys<Element>(back[0], back[1],
-                               own ? scratch.keys_queries : scratch.kept_keys + 2 * 16 * kChunks,
-                               scratch.keys_queries);
-    }
-    if (warp >= 2) fade(place, scratch, thread - 2 * kWarp);
-    meet_group(group);
-    if (has_front) weigh<Element>(place, scratch, warp, front[0], front[1]);
-    if (has_back) weigh<Element>(place, scratch, own ? -1 : 2, back[0], back[1]);
-    if (thread >= 2 * kWarp && thread < 2 * kWarp + kTokens) {
-        const int token = thread - 2 * kWarp;
+    if (warp >= kFading && warp < kBehind) fade(place, scratch, thread - kFading * kWarp);
+    meet_team(group);
+    if (weighs) weigh<Element>(place, scratch, own ? -1 : warp, with_keys, with_queries);
+    const int token = thread - kBehind * kWarp;
+    if (token >= 0 && token < kTokens) {
         const int in_state = token < place.change ? place.first : place.last;
         scratch.of_state[token] = scratch.left[in_state][token];
     }
-    meet_group(group);
+    meet_team(group);
 }
 
 // Of a row that is none nothing is read or changed.
@@ -105,12 +102,12 @@ template <typename Element>
 __device__ __forceinline__ void pass_over(const GdnStreamedBlockArguments& args, const Head& head,
                                           Inbox& inbox, int number, int thread)
 {
-    for (int token = 0; token < args.tokens; ++token) {
+    for (int token = thread / kDim; token < args.tokens; token += kTeamThreads / kDim) {
         static_cast<Element*>(
             args.out)[(static_cast<int64_t>(token) * args.rows * args.value_heads +
                        head.of_values(args)) *
                           kDim +
-                      thread] = Element(0.0f);
+                      thread % kDim] = Element(0.0f);
     }
     give_back(inbox.beside_empty);
 #pragma unroll 1
@@ -121,35 +118,31 @@ __device__ __forceinline__ void pass_over(const GdnStreamedBlockArguments& args,
     }
 }
 
-// The gated norm of what the state answers, rounded before it, ahead of the weight and behind that.
+// The gated norm of what the state answers, rounded before it, ahead of the weight and behind that:
+// a token for each warp.
 template <typename Element, int kTokens>
 __device__ __forceinline__ void norm(const GdnStreamedBlockArguments& args, const Head& head,
-                                     int count, const Scratch<kTokens>& scratch,
-                                     const uint2 (&gates)[kShare<kTokens>], const float (&gain)[4],
-                                     int warp, int lane)
+                                     int count, const Scratch<kTokens>& scratch, const uint2& gates,
+                                     const float (&gain)[4], int token, int lane)
 {
+    if (token >= min(kTokens, args.tokens)) return;
+    const float4 four = reinterpret_cast<const float4*>(scratch.core[token])[lane];
+    float core[4] = {four.x, four.y, four.z, four.w}, gate[4];
+    unpack<Element>(gate, gates);
+    const float mean = sum_of_lanes<kWarp>(core[0] * core[0] + core[1] * core[1] +
+                                           core[2] * core[2] + core[3] * core[3]) /
+                       kDim;
+    const float factor = rsqrtf(mean + args.eps);
 #pragma unroll
-    for (int share = 0; share < kShare<kTokens>; ++share) {
-        const int token = share * kGroupWarps + warp;
-        if (token >= min(kTokens, args.tokens)) break;
-        const float4 four = reinterpret_cast<const float4*>(scratch.core[token])[lane];
-        float core[4] = {four.x, four.y, four.z, four.w}, gate[4];
-        unpack<Element>(gate, gates[share]);
-        const float mean = sum_of_lanes<kWarp>(core[0] * core[0] + core[1] * core[1] +
-                                               core[2] * core[2] + core[3] * core[3]) /
-                           kDim;
-        const float factor = rsqrtf(mean + args.eps);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            float value = rounded<Element>(core[i] * factor) * gain[i];
-            if (!args.norm_weight.wide) value = rounded<Element>(value);
-            core[i] = value * silu(gate[i]);
-        }
-        const int64_t place =
-            static_cast<int64_t>(token) * args.rows * args.value_heads + head.of_values(args);
-        static_cast<uint2*>(args.out)[place * (kDim / 4) + lane] =
-            token < count ? packed<Element>(core) : make_uint2(0, 0);
+    for (int i = 0; i < 4; ++i) {
+        float value = rounded<Element>(core[i] * factor) * gain[i];
+        if (!args.norm_weight.wide) value = rounded<Element>(value);
+        core[i] = value * silu(gate[i]);
     }
+    const int64_t place =
+        static_cast<int64_t>(token) * args.rows * args.value_heads + head.of_values(args);
+    static_cast<uint2*>(args.out)[place * (kDim / 4) + lane] =
+        token < count ? packed<Element>(core) : make_uint2(0, 0);
 }
 
 // A token that is the only one is one for sure, and so takes its place in the window.
@@ -157,6 +150,7 @@ __device__ __forceinline__ void enter_window(const GdnStreamedBlockArguments& ar
                                              const Head& head, int position, const Beside& beside,
                                              int thread)
 {
+    if (thread >= kDim) return;
 #pragma unroll
     for (int part = 0; part < 3; ++part) {
         if (part < 2 && !head.first) continue;
@@ -172,7 +166,7 @@ __device__ __forceinline__ void take(const GdnStreamedBlockArguments& args, Inbo
                                      Scratch<kTokens>& scratch, int group, int item, int step,
                                      int turn, Ahead& ahead, const float (&gain)[4])
 {
-    const int thread = threadIdx.x % kGroupThreads, warp = thread / kWarp, lane = thread % kWarp;
+    const int thread = threadIdx.x % kTeamThreads, warp = thread / kWarp, lane = thread % kWarp;
     const Head head(args, item);
     const Ahead now = ahead;
     const BlockPlace& place = now.place;
@@ -181,7 +175,7 @@ __device__ __forceinline__ void take(const GdnStreamedBlockArguments& args, Inbo
     Beside& beside = inbox.beside;
     wait_for_phase(shared_address(&inbox.beside_full), turn % 2);
     wait_for_copies<0>();
-    meet_group(group);
+    meet_team(group);
     const auto ask_ahead = [&] {
         if (item + step >= args.items()) return;
         ask_for_tokens(args, Head(args, item + step), ahead.place.count, beside, thread);
@@ -190,52 +184,26 @@ __device__ __forceinline__ void take(const GdnStreamedBlockArguments& args, Inbo
         ask_ahead();
         return pass_over<Element>(args, head, inbox, turn * kHeadStages, thread);
     }
-    uint2 gates[kShare<kTokens>];
+    const uint2 gates =
+        warp < kTokens ? reinterpret_cast<const uint2*>(beside.raw[warp][3])[lane] : uint2{};
     if (warp == 0) open_gates<Element>(args, head, now, scratch, lane);
-    bring<Element>(args, head, place, beside, scratch, gates, thread);
+    bring<Element>(args, head, place, beside, scratch, thread);
     if (args.tokens == 1 && !args.ahead) enter_window(args, head, place.position, beside, thread);
-    meet_group(group);
+    meet_team(group);
     ask_ahead();
     weigh_all<Element>(place, scratch, group, thread);
 
-    float known[kTokens] = {}, answer[kTokens] = {};
-#pragma unroll 2
-    for (int token = place.first; token < place.kept; ++token) {
-        const float delta = beside.deltas[token][thread];
-#pragma unroll
-        for (int i = 0; i < kTokens; ++i) {
-            const float2 pair = scratch.kept[token][i];
-            known[i] = fmaf(pair.x, delta, known[i]);
-            answer[i] = fmaf(pair.y, delta, answer[i]);
-        }
-    }
-    float of_key[kTokens], of_query[kTokens];
+    Column<Element, kTokens> column(scratch, thread);
+    column.add_kept(place, beside);
     multiply_state(place, scratch, inbox, args.state + head.of_values(args) * kDim * kDim,
-                   !args.ahead, turn * kHeadStages, of_key, of_query);
-
-    const Element* const values = reinterpret_cast<const Element*>(scratch.values);
-    float deltas[kTokens];
-#pragma unroll
-    for (int i = 0; i < kTokens; ++i) {
-#pragma unroll
-        for (int before = 0; before < i; ++before) {
-            const float2 pair = scratch.own[before][i];
-            known[i] = fmaf(pair.x, deltas[before], known[i]);
-            answer[i] = fmaf(pair.y, deltas[before], answer[i]);
-        }
-        known[i] = fmaf(of_key[i], scratch.of_state[i], known[i]);
-        answer[i] = fmaf(of_query[i], scratch.of_state[i], answer[i]);
-        const float value = static_cast<float>(values[i * kDim + thread]);
-        deltas[i] = (value - known[i]) * scratch.beta[i];
-        answer[i] = fmaf(scratch.own[i][i].y, deltas[i], answer[i]);
-        scratch.core[i][thread] = rounded<Element>(answer[i] * kScale);
-        if (i < place.count) {
-            const int64_t in_ring =
-                head.of_values(args) * args.places + (place.position + i) % args.places;
-            args.deltas[in_ring * kDim + thread] = deltas[i];
-        }
-    }
-    meet_group(group);
+                   !args.ahead, turn * kHeadStages, thread);
+    meet_team(group);
+    column.load_products();
+    if (column.from == 0) column.answer();
+    meet_team(group);
+    if (column.from > 0) column.answer_behind();
+    column.keep(args, head, place);
+    meet_team(group);
     norm<Element>(args, head, place.count, scratch, gates, gain, warp, lane);
 }
 
@@ -252,7 +220,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         show_barriers();
     }
     __syncthreads();
-    const int group = threadIdx.x / kGroupThreads, step = kGroups * gridDim.x;
+    const int group = threadIdx.x / kTeamThreads, step = kGroups * gridDim.x;
     if (group >= kGroups) {
         const int feeder = threadIdx.x / kWarp % (2 * kGroups), fed = feeder % kGroups;
         const Feeder feeds = {args, shared.inboxes[fed]};
@@ -276,7 +244,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     wait_for_predecessor();
     ahead.load(args, Head(args, item));
     ask_for_tokens(args, Head(args, item), ahead.place.count, shared.inboxes[group].beside,
-                   threadIdx.x % kGroupThreads);
+                   threadIdx.x % kTeamThreads);
 #pragma unroll 1
     for (int turn = 0; item < args.items(); ++turn, item += step) {
         take<Element, kTokens>(args, shared.inboxes[group], shared.scratch[group], group, item,

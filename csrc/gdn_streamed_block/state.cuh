@@ -10,14 +10,15 @@
 // with keys and queries. Keys and queries are of bfloat16 as they are, and what is in fp32 is three
 // numbers of bfloat16, the last of which is smaller than its last bit.
 //
-// A warp has 32 columns of the state, and all rows. Of 16 rows at a time a lane has four, `kRowOf`,
-// and four columns: as the tensor cores want them for products, and as they leave them, the other
+// A warp has 16 columns of the state, and all rows. Of 16 rows at a time a lane has four, `row_of`,
+// and two columns: as the tensor cores want them for products, and as they leave them, the other
 // way round, where tokens are taken in.
 
 namespace ds_hybrid {
 
-constexpr int kTiles = 4;  // of eight columns of a warp: every fourth one is of the same
-static_assert(kStageRows == 16);
+constexpr int kTiles = 2;  // of eight columns of a warp: every other one is of the same
+constexpr int kWarpColumns = kTiles * 8;
+static_assert(kStageRows == 16 && kTeamWarps * kWarpColumns == kDim);
 
 // Which of 16 rows, or tokens, the four of a lane are.
 __device__ __forceinline__ int row_of(int i, int quad) { return quad * 2 + i % 2 + i / 2 * 8; }
@@ -37,38 +38,31 @@ __device__ __forceinline__ void split(uint32_t (&parts)[3], float low, float hig
 // Up to 16 tokens that a state takes in: what is left by then of what they have written, for a
 // lane's columns and tokens. Zeros where there are none.
 struct Taken {
-    uint4 parts[2][3];  // of columns 0 and 1, and of 2 and 3
+    uint4 parts[3];
 
     __device__ __forceinline__ void load(const Beside& beside, const float* faded, int from,
                                          int end, int column, int quad)
     {
-        float deltas[4][4];
+        float2 deltas[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int token = from + row_of(i, quad);
             const bool there = token < end;
-            const float4 four =
-                there ? *reinterpret_cast<const float4*>(&beside.deltas[token][column])
-                      : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            const float2 two = there
+                                   ? *reinterpret_cast<const float2*>(&beside.deltas[token][column])
+                                   : make_float2(0.0f, 0.0f);
             const float left = there ? faded[token] : 0.0f;
-            deltas[i][0] = four.x * left;
-            deltas[i][1] = four.y * left;
-            deltas[i][2] = four.z * left;
-            deltas[i][3] = four.w * left;
+            deltas[i] = make_float2(two.x * left, two.y * left);
         }
+        uint32_t words[4][3];
+        split(words[0], deltas[0].x, deltas[1].x);
+        split(words[1], deltas[0].y, deltas[1].y);
+        split(words[2], deltas[2].x, deltas[3].x);
+        split(words[3], deltas[2].y, deltas[3].y);
 #pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {
-            const int one = pair * 2, other = pair * 2 + 1;
-            uint32_t words[4][3];
-            split(words[0], deltas[0][one], deltas[1][one]);
-            split(words[1], deltas[0][other], deltas[1][other]);
-            split(words[2], deltas[2][one], deltas[3][one]);
-            split(words[3], deltas[2][other], deltas[3][other]);
-#pragma unroll
-            for (int part = 0; part < 3; ++part) {
-                parts[pair][part] =
-                    make_uint4(words[0][part], words[1][part], words[2][part], words[3][part]);
-            }
+        for (int part = 0; part < 3; ++part) {
+            parts[part] =
+                make_uint4(words[0][part], words[1][part], words[2][part], words[3][part]);
         }
     }
 
@@ -77,24 +71,20 @@ struct Taken {
                                          const uint4& keys) const
     {
 #pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {
-            const int one = pair * 2, other = pair * 2 + 1;
+        for (int half = 0; half < 2; ++half) {
+            auto& upper = rows[half * 2];
+            auto& lower = rows[half * 2 + 1];
+            float sums[4] = {upper[0] * of_state, lower[0] * of_state, upper[1] * of_state,
+                             lower[1] * of_state};
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                auto& upper = rows[half * 2];
-                auto& lower = rows[half * 2 + 1];
-                float sums[4] = {upper[one] * of_state, lower[one] * of_state,
-                                 upper[other] * of_state, lower[other] * of_state};
-#pragma unroll
-                for (int part = 0; part < 3; ++part) {
-                    multiply_tile<c10::BFloat16>(sums, parts[pair][part], half ? keys.z : keys.x,
-                                                 half ? keys.w : keys.y);
-                }
-                upper[one] = sums[0];
-                lower[one] = sums[1];
-                upper[other] = sums[2];
-                lower[other] = sums[3];
+            for (int part = 0; part < 3; ++part) {
+                multiply_tile<c10::BFloat16>(sums, parts[part], half ? keys.z : keys.x,
+                                             half ? keys.w : keys.y);
             }
+            upper[0] = sums[0];
+            lower[0] = sums[1];
+            upper[1] = sums[2];
+            lower[1] = sums[3];
         }
     }
 };
@@ -116,15 +106,15 @@ __device__ __forceinline__ void add_products(float (&sums)[kTiles][4],
     }
 }
 
-// The state's products with keys and queries, for this thread's column. What the first token finds
-// in the state is written, if it is to be.
+// The state's products with keys and queries, into scratch. What the first token finds in the state
+// is written, if it is to be.
 template <int kTokens>
 __device__ __forceinline__ void multiply_state(const BlockPlace& place, Scratch<kTokens>& scratch,
                                                Inbox& inbox, float* state, bool writes, int number,
-                                               float (&known)[kTokens], float (&read)[kTokens])
+                                               int thread)
 {
-    const int thread = threadIdx.x % kGroupThreads, warp = thread / kWarp, lane = thread % kWarp;
-    const int quad = lane % 4, token = lane / 4, column = warp * kWarp + token * kTiles;
+    const int warp = thread / kWarp, lane = thread % kWarp;
+    const int quad = lane % 4, token = lane / 4, column = warp * kWarpColumns + token * kTiles;
     const bool takes = place.first, changes = place.last > place.first;
     const float taken[] = {scratch.taken[0], scratch.taken[1]};
     Taken first, last;
@@ -141,12 +131,10 @@ __device__ __forceinline__ void multiply_state(const BlockPlace& place, Scratch<
         float rows[4][kTiles];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const float4 four = *reinterpret_cast<const float4*>(inbox.stages[stage.place] +
-                                                                 row_of(i, quad) * kDim + column);
-            rows[i][0] = four.x;
-            rows[i][1] = four.y;
-            rows[i][2] = four.z;
-            rows[i][3] = four.w;
+            const float2 two = *reinterpret_cast<const float2*>(inbox.stages[stage.place] +
+                                                                row_of(i, quad) * kDim + column);
+            rows[i][0] = two.x;
+            rows[i][1] = two.y;
         }
         give_back(inbox.empty[stage.place]);
         if (takes) {
@@ -155,9 +143,8 @@ __device__ __forceinline__ void multiply_state(const BlockPlace& place, Scratch<
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 if (!writes) break;
-                *reinterpret_cast<float4*>(state + (part * kStageRows + row_of(i, quad)) * kDim +
-                                           column) =
-                    make_float4(rows[i][0], rows[i][1], rows[i][2], rows[i][3]);
+                *reinterpret_cast<float2*>(state + (part * kStageRows + row_of(i, quad)) * kDim +
+                                           column) = make_float2(rows[i][0], rows[i][1]);
             }
         }
         if (!changes) {
@@ -171,19 +158,12 @@ __device__ __forceinline__ void multiply_state(const BlockPlace& place, Scratch<
                   load_transposed(scratch.kept_keys + chunk_at(place.first + lane % 16, chunk)));
         add_products(sums, rows, token < place.change ? none : both);
     }
-    if (token < kTokens) {
+    if (token >= kTokens) return;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            *reinterpret_cast<float4*>(
-                &scratch.sums[i / 2][token][warp * kWarp + quad * 8 + i % 2 * 4]) =
-                make_float4(sums[0][i], sums[1][i], sums[2][i], sums[3][i]);
-        }
-    }
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kTokens; ++i) {
-        known[i] = scratch.sums[0][i][thread];
-        read[i] = scratch.sums[1][i][thread];
+    for (int half = 0; half < 2; ++half) {
+        *reinterpret_cast<float4*>(&scratch.sums[half][token][warp * kWarpColumns + quad * 4]) =
+            make_float4(sums[0][half * 2], sums[1][half * 2], sums[0][half * 2 + 1],
+                        sums[1][half * 2 + 1]);
     }
 }
 

@@ -15,10 +15,6 @@ constexpr int kChunks = kDim / 8;  // of 16 bytes, of a key
 constexpr int kKeyRows = 3 * 16;   // of kept keys for the tensor cores, in tiles of 16
 static_assert(kMostBeside <= kKeyRows);
 
-// How many tokens a warp has of a block.
-template <int kTokens>
-constexpr int kShare = kTokens < kGroupWarps ? 1 : kTokens / kGroupWarps;
-
 // Of one group. A pair is a coefficient of something with a token's key, and with its query.
 template <int kTokens>
 struct alignas(128) Scratch {
@@ -28,7 +24,8 @@ struct alignas(128) Scratch {
         float sums[2][kTokens][kDim];  // of the state's products with keys and with queries
         float core[kTokens][kDim];     // what comes of them
     };
-    float2 kept[kMostBeside][kTokens], own[kTokens][kTokens];
+    alignas(16) float2 kept[kMostBeside][kTokens];
+    float2 own[kTokens][kTokens];
     float left[kMostBeside + kMostTokens + 1][kTokens], of_state[kTokens], beta[kTokens];
     alignas(16) float decays[kMostBeside + kMostTokens + 2];
     // What decays leave of a state, and of the tokens that it takes in, when it does so.
@@ -134,39 +131,38 @@ __device__ __forceinline__ void normalise(float (&head)[4])
     round_all<Element>(head);
 }
 
-// A warp's tokens, and what is kept, into scratch; keys into their ring, which no one reads there
-// before these tokens are some.
+// What a warp has of the tokens, and what is kept, into scratch; keys into their ring, which no one
+// reads there before these tokens are some.
 template <typename Element, int kTokens>
 __device__ __forceinline__ void bring(const GdnStreamedBlockArguments& args, const Head& head,
                                       const BlockPlace& place, const Beside& beside,
-                                      Scratch<kTokens>& scratch, uint2 (&gates)[kShare<kTokens>],
-                                      int thread)
+                                      Scratch<kTokens>& scratch, int thread)
 {
     const int warp = thread / kWarp, lane = thread % kWarp;
 #pragma unroll
-    for (int share = 0; share < kShare<kTokens>; ++share) {
-        const int token = share * kGroupWarps + warp;
-        if (token >= kTokens) break;
-        float query[4], key[4], value[4];
-        activate<Element>(query, beside, 0, token, place.position, args.ahead, lane);
-        activate<Element>(key, beside, 1, token, place.position, args.ahead, lane);
-        activate<Element>(value, beside, 2, token, place.position, args.ahead, lane);
-        gates[share] = reinterpret_cast<const uint2*>(beside.raw[token][3])[lane];
-        normalise<Element>(query);
-        normalise<Element>(key);
-        const uint2 words = packed<Element>(key);
+    for (int first = 0; first < 3 * kTokens; first += kTeamWarps) {
+        // Queries of all tokens, then keys, then values.
+        const int part = first / kTokens + warp / kTokens, token = warp % kTokens;
+        if (part >= 3) break;
+        float four[4];
+        activate<Element>(four, beside, part, token, place.position, args.ahead, lane);
+        if (part < 2) normalise<Element>(four);
+        const uint2 words = packed<Element>(four);
+        if (part == 2) {
+            scratch.values[token][lane] = words;
+            continue;
+        }
         uint2* const rows = reinterpret_cast<uint2*>(scratch.keys_queries);
-        rows[chunk_at(token, lane / 2) * 2 + lane % 2] = words;
-        rows[chunk_at(kMostTokens + token, lane / 2) * 2 + lane % 2] = packed<Element>(query);
-        scratch.values[token][lane] = packed<Element>(value);
-        if (head.first && token < place.count) {
+        const int row = part == 1 ? token : kMostTokens + token;
+        rows[chunk_at(row, lane / 2) * 2 + lane % 2] = words;
+        if (part == 1 && head.first && token < place.count) {
             const int64_t in_ring =
                 head.of_keys(args) * args.places + (place.position + token) % args.places;
             static_cast<uint2*>(args.keys)[in_ring * (kDim / 4) + lane] = words;
         }
     }
     // Zeros where there are none: the state takes in none of them, sixteen at a time.
-    for (int i = thread; i < max(place.kept, 2 * kTaken) * kChunks; i += kGroupThreads) {
+    for (int i = thread; i < max(place.kept, 2 * kTaken) * kChunks; i += kTeamThreads) {
         const int row = i / kChunks, chunk = i % kChunks;
         scratch.kept_keys[chunk_at(row, chunk)] =
             row < place.kept ? beside.keys[row][chunk] : make_uint4(0, 0, 0, 0);
