@@ -85,7 +85,8 @@ struct Column {
             known[i] = fmaf(of_key[i], scratch.of_state[token], known[i]);
             read[i] = fmaf(of_query[i], scratch.of_state[token], read[i]);
             const float value = static_cast<float>(values[token * kDim + column]);
-            deltas[i] = (value - known[i]) * scratch.beta[token];
+            const float beta = scratch.beta[token];
+            deltas[i] = fmaf(-known[i], beta, rounded<Element>(value * beta));
             read[i] = fmaf(scratch.own[token][token].y, deltas[i], read[i]);
             scratch.core[token][column] = rounded<Element>(read[i] * kScale);
             if (from == 0) scratch.sums[1][token][column] = deltas[i];

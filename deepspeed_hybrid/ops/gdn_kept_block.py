@@ -142,7 +142,8 @@ def _read(
         read = read + rounded((old * query).sum(-1) * faded, heads.dtype)[..., None] * added
     known = known + (memory * key[..., None]).sum(-2) * left[0][..., None]
     read = read + (memory * query[..., None]).sum(-2) * left[0][..., None]
-    delta = (value.unflatten(-1, (sizes.value_heads, -1)) - known) * beta[..., None]
+    value = rounded(value.unflatten(-1, (sizes.value_heads, -1)) * beta[..., None], heads.dtype)
+    delta = value - known * beta[..., None]
     read = read + rounded((key * query).sum(-1), heads.dtype)[..., None] * delta
     new_keys = heads[:, sizes.keys : 2 * sizes.keys].unflatten(-1, (sizes.key_heads, -1))
     return read * sizes.key_dim**-0.5, new_keys, delta, decay

@@ -6,12 +6,12 @@
 import pytest
 import torch
 from decode_cases import same_bits
-from gdn_decode_cases import REAL, Shape
+from gdn_decode_cases import REAL, Shape, oracle
 from glue_cases import moved, poisoned_outputs
 from kept_block_cases import RINGS, Rollout, by_chance, kept_layer, one_by_one, roll, rows_of_tokens
 from tolerances import assert_close_but_for_roundings
 
-from deepspeed_hybrid.ops.gdn_decode import gdn_decode_reference
+from deepspeed_hybrid.ops.gdn_decode import gdn_decode, gdn_decode_reference
 from deepspeed_hybrid.ops.gdn_kept_block import gdn_kept_block, gdn_kept_block_reference
 from deepspeed_hybrid.ops.gdn_windows import gdn_windows, gdn_windows_reference
 
@@ -44,22 +44,45 @@ def assert_same(one: Rollout, other: Rollout) -> None:
     assert all(map(same_bits, one.beside(), other.beside()))
 
 
+def decoded(layer: dict, tokens: torch.Tensor, op=gdn_decode) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Outputs [B, L, HV * DV], windows and states of decode steps."""
+    names = "conv_weight", "conv_bias", "A_log", "dt_bias", "norm_weight", "eps", "key_heads", "rounded_heads"
+    named, out = {name: layer[name] for name in names}, []
+    named |= {name: layer[name].clone() for name in ("window", "state")}
+    parked = torch.zeros(len(tokens), dtype=torch.bool, device="cuda")
+    for index, rows in enumerate(tokens.unbind(1)):
+        out.append(op(rows, **named, position=layer["position"] + index, parked=parked))
+    return torch.stack(out, dim=1), named["window"], named["state"]
+
+
 @pytest.mark.parametrize("shape", [SMALL, Shape(3, 3, 128, 128), Shape(2, 6, 128, 128), REAL], ids=str)
 def test_as_many_decode_steps(shape):
     """Queries meet keys that are rounded, where decode steps meet a whole state: a rounding more."""
     positions = list(range(9, 27, 2))
-    layer, length = models_layer(shape, positions), 40
-    tokens = tokens_for(shape, len(positions), length)
-    names = "conv_weight", "conv_bias", "A_log", "dt_bias", "norm_weight", "eps", "key_heads", "rounded_heads"
-    named, out = {name: layer[name] for name in names}, []
-    named |= {name: layer[name].clone() for name in ("window", "state")}
-    for index, rows in enumerate(tokens.unbind(1)):
-        parked = torch.zeros(len(rows), dtype=torch.bool, device="cuda")
-        out.append(gdn_decode_reference(rows, **named, position=layer["position"] + index, parked=parked))
+    layer, tokens = models_layer(shape, positions), tokens_for(shape, len(positions), 40)
+    out, window, state = decoded(layer, tokens, gdn_decode_reference)
     rollout = rolled(layer, tokens, by_chance(len(positions), (1, 4, 8, 16)))
-    assert_close_but_for_roundings(rollout.outputs(), torch.stack(out, dim=1))
-    assert_close_but_for_roundings(rollout.settled().bfloat16(), named["state"][: len(positions)].bfloat16())
-    assert same_bits(rollout.layer["window"], named["window"])
+    assert_close_but_for_roundings(rollout.outputs(), out)
+    assert_close_but_for_roundings(rollout.settled().bfloat16(), state[: len(positions)].bfloat16())
+    assert same_bits(rollout.layer["window"], window)
+
+
+def test_as_near_to_float64_as_decode_steps():
+    """Whole sequences from their beginning, in float64 but for what comes in."""
+    shape, rows = Shape(2, 4, 128, 128), 40
+    layer, tokens = models_layer(shape, [0] * rows), tokens_for(shape, rows, 60)
+    for name in ("window", "state"):
+        layer[name].zero_()
+    exact, exact_state = oracle(shape, moved(layer, "cpu"), tokens.cpu(), dtype=torch.bfloat16)
+
+    def apart(actual: torch.Tensor, expected: torch.Tensor) -> float:
+        return float((actual.cpu().double() - expected).norm() / expected.norm())
+
+    out, _, state = decoded(layer, tokens)
+    for lengths in ((1,), (8,), (16, 5)):
+        rollout = rolled(layer, tokens, by_chance(rows, lengths))
+        assert apart(rollout.outputs(), exact) < 1.05 * apart(out, exact)
+        assert apart(rollout.settled(), exact_state) < 1.001 * apart(state[:rows], exact_state)
 
 
 def test_the_reference():
@@ -92,6 +115,22 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows():
     alone, among = rolled(one, tokens[:1], steps(1)), rolled(many, tokens, steps(300))
     assert same_bits(alone.outputs(), among.outputs()[:1])
     assert same_bits(alone.layer["state"][:1], among.layer["state"][:1])
+
+
+@pytest.mark.parametrize("length", [1, 4, 8, 16])
+def test_many_launches_have_the_same_bits(length):
+    """A piece of a state that a warp has not read yet is not overwritten by the one that comes in its place: with
+    states in the L2 cache, that is soon there."""
+    rows = 16
+    layer = models_layer(REAL, [14] * rows)
+    projected = tokens_for(REAL, rows, length).transpose(0, 1).flatten(0, 1)
+    numbers = {name: torch.ones_like(layer["position"]) for name in ("answered", "stepped", "counts")}
+    numbers["counts"].fill_(length)
+    start, outs = layer["state"].clone(), []
+    for _ in range(100):
+        layer["state"].copy_(start)
+        outs.append(gdn_kept_block(projected, **layer, **numbers))
+    assert all(same_bits(out, outs[0]) for out in outs)
 
 
 def test_weights_in_fp32():
