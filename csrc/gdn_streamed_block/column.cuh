@@ -21,11 +21,13 @@ struct Column {
     static constexpr int kMine = kShare<kTokens>;
 
     Scratch<kTokens>& scratch;
+    const float2 (&gates)[kTokens];
     const int column, from;  // its first token; none may be left for it
     float known[kMine] = {}, read[kMine] = {}, of_key[kMine], of_query[kMine], deltas[kMine];
 
-    __device__ __forceinline__ Column(Scratch<kTokens>& scratch, int thread)
-        : scratch(scratch), column(thread % kDim), from(thread / kDim * kMine)
+    __device__ __forceinline__ Column(Scratch<kTokens>& scratch, const float2 (&gates)[kTokens],
+                                      int thread)
+        : scratch(scratch), gates(gates), column(thread % kDim), from(thread / kDim * kMine)
     {
     }
 
@@ -85,7 +87,7 @@ struct Column {
             known[i] = fmaf(of_key[i], scratch.of_state[token], known[i]);
             read[i] = fmaf(of_query[i], scratch.of_state[token], read[i]);
             const float value = static_cast<float>(values[token * kDim + column]);
-            const float beta = scratch.beta[token];
+            const float beta = gates[token].y;
             deltas[i] = fmaf(-known[i], beta, rounded<Element>(value * beta));
             read[i] = fmaf(scratch.own[token][token].y, deltas[i], read[i]);
             scratch.core[token][column] = rounded<Element>(read[i] * kScale);
@@ -114,9 +116,9 @@ struct Column {
 #pragma unroll
         for (int i = 0; i < kMine; ++i) {
             if (from + i >= place.count) break;
-            const int64_t in_ring =
-                head.of_values(args) * args.places + (place.position + from + i) % args.places;
-            args.deltas[in_ring * kDim + column] = deltas[i];
+            const int64_t in_rings =
+                head.of_values(args) * args.places + place.in_ring(args, from + i);
+            args.deltas[in_rings * kDim + column] = deltas[i];
         }
     }
 };

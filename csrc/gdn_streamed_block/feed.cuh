@@ -25,7 +25,7 @@ __device__ __forceinline__ void meet_team(int team)
     asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(kTeamThreads) : "memory");
 }
 
-constexpr int kStageRows = 16, kHeadStages = kDim / kStageRows;
+constexpr int kHeadStages = kDim / kStageRows;
 constexpr int kStageFloats = kStageRows * kDim, kStageBytes = kStageFloats * 4;
 constexpr int kStages = 4;
 static_assert(kStages < kHeadStages,
@@ -71,8 +71,8 @@ __device__ __forceinline__ void ask_for_tokens(const GdnStreamedBlockArguments& 
 }
 
 // A group's own, so that none waits for another's turn.
-struct alignas(128) Inbox {
-    float stages[kStages][kStageFloats];
+struct alignas(1024) Inbox {
+    float stages[kStages][kStageFloats];  // where boxes are swizzled
     Beside beside;
     uint64_t full[kStages], empty[kStages], beside_full, beside_empty;
 
@@ -104,6 +104,31 @@ __device__ __forceinline__ void give_back(uint64_t& empty)
     hand_over();
     __syncwarp();
     if (threadIdx.x % kWarp == 0) arrive_here(shared_address(&empty));
+}
+
+// Where a stage has two columns of a row.
+__device__ __forceinline__ const float2& two_of(const float* stage, int row, int column)
+{
+    constexpr int kChunkFloats = 16 / sizeof(float);
+    const int chunk = column % kStripColumns / kChunkFloats ^ row % kSwizzledRows;
+    return *reinterpret_cast<const float2*>(
+        stage + (column / kStripColumns * kStageRows + row) * kStripColumns + chunk * kChunkFloats +
+        column % kChunkFloats);
+}
+
+// A stage, from a row of all states' on. It is read once: the L2 cache need not hold it.
+__device__ __forceinline__ void copy_stage(uint32_t to, const CUtensorMap& states, int row,
+                                           uint32_t barrier)
+{
+    asm volatile(
+        "{\n"
+        ".reg .b64 policy;\n"
+        "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%3, %4, %3}], [%2], policy;\n"
+        "}" ::"r"(to),
+        "l"(&states), "r"(barrier), "r"(0), "r"(row)
+        : "memory");
 }
 
 // By two threads for each group, one for states and one for what is beside them: the engine is
@@ -149,7 +174,7 @@ struct Feeder {
     __device__ __forceinline__ void send_kept(const Head& head, const BlockPlace& place) const
     {
         Beside& beside = inbox.beside;
-        const int oldest = place.oldest(args);
+        const int oldest = place.in_ring(args, -place.kept);
         const int64_t of_head = head.of_values(args) * args.places,
                       of_key = head.of_keys(args) * args.places;
         constexpr int kDeltaBytes = sizeof(beside.deltas[0]), kKeyBytes = sizeof(beside.keys[0]);
@@ -218,10 +243,9 @@ struct Feeder {
                     wait_for_phase(shared_address(&inbox.empty[stage.place]), stage.parity ^ 1);
                 }
                 if (there) {
-                    const int64_t place = static_cast<int64_t>(item) * kHeadStages + part;
                     expect_bytes(full, kStageBytes);
-                    copy_bytes_once(shared_address(inbox.stages[stage.place]),
-                                    args.state + place * kStageFloats, kStageBytes, full);
+                    copy_stage(shared_address(inbox.stages[stage.place]), args.states,
+                               item * kDim + part * kStageRows, full);
                 } else {
                     arrive_here(full);
                 }

@@ -52,28 +52,25 @@ struct Ahead {
     }
 };
 
-// By a warp, a token a lane.
+// By a warp, a token a lane: decay and beta.
 template <typename Element, int kTokens>
 __device__ __forceinline__ void open_gates(const GdnStreamedBlockArguments& args, const Head& head,
-                                           const Ahead& ahead, Scratch<kTokens>& scratch, int lane)
+                                           const Ahead& ahead, float2 (&gates)[kTokens], int lane)
 {
-    const BlockPlace& place = ahead.place;
     if (lane >= kTokens) return;
     const float rate = expf(value_of<Element>(args.A_log, ahead.A_log));
     const float shift = value_of<Element>(args.dt_bias, ahead.dt_bias);
     const float decay = expf(-rate * softplus(value_of<Element>(ahead.a) + shift));
-    scratch.beta[lane] = rounded<Element>(sigmoid(value_of<Element>(ahead.b)));
-    scratch.decays[place.kept + lane] = decay;
-    if (lane < place.count) {
-        args.decays[head.of_values(args) * args.places + (place.position + lane) % args.places] =
-            decay;
+    gates[lane] = make_float2(decay, rounded<Element>(sigmoid(value_of<Element>(ahead.b))));
+    if (lane < ahead.place.count) {
+        args.decays[head.of_values(args) * args.places + ahead.place.in_ring(args, lane)] = decay;
     }
 }
 
 // Coefficients of what has been written, with all tokens' keys and queries.
 template <typename Element, int kTokens>
 __device__ __forceinline__ void weigh_all(const BlockPlace& place, Scratch<kTokens>& scratch,
-                                          int group, int thread)
+                                          const float2 (&gates)[kTokens], int group, int thread)
 {
     const int warp = thread / kWarp;
     // Tiles of kept tokens are the first warps', the block's own the fourth one's.
@@ -86,7 +83,7 @@ __device__ __forceinline__ void weigh_all(const BlockPlace& place, Scratch<kToke
                                own ? scratch.keys_queries : scratch.kept_keys + warp * 16 * kChunks,
                                scratch.keys_queries);
     }
-    if (warp >= kFading && warp < kBehind) fade(place, scratch, thread - kFading * kWarp);
+    if (warp >= kFading && warp < kBehind) fade(place, scratch, gates, thread - kFading * kWarp);
     meet_team(group);
     if (weighs) weigh<Element>(place, scratch, own ? -1 : warp, with_keys, with_queries);
     const int token = thread - kBehind * kWarp;
@@ -178,22 +175,26 @@ __device__ __forceinline__ void take(const GdnStreamedBlockArguments& args, Inbo
     meet_team(group);
     const auto ask_ahead = [&] {
         if (item + step >= args.items()) return;
-        ask_for_tokens(args, Head(args, item + step), ahead.place.count, beside, thread);
+        const Head next(args, item + step);
+        ask_for_tokens(args, next, ahead.place.count, beside, thread);
+        if (warp == kTeamWarps - 1) {
+            open_gates<Element>(args, next, ahead, scratch.gates[(turn + 1) % 2], lane);
+        }
     };
     if (!place.count) {
         ask_ahead();
         return pass_over<Element>(args, head, inbox, turn * kHeadStages, thread);
     }
-    const uint2 gates =
+    const uint2 outer =
         warp < kTokens ? reinterpret_cast<const uint2*>(beside.raw[warp][3])[lane] : uint2{};
-    if (warp == 0) open_gates<Element>(args, head, now, scratch, lane);
     bring<Element>(args, head, place, beside, scratch, thread);
     if (args.tokens == 1 && !args.ahead) enter_window(args, head, place.position, beside, thread);
     meet_team(group);
     ask_ahead();
-    weigh_all<Element>(place, scratch, group, thread);
+    const auto& gates = scratch.gates[turn % 2];
+    weigh_all<Element>(place, scratch, gates, group, thread);
 
-    Column<Element, kTokens> column(scratch, thread);
+    Column<Element, kTokens> column(scratch, gates, thread);
     column.add_kept(place, beside);
     multiply_state(place, scratch, inbox, args.state + head.of_values(args) * kDim * kDim,
                    !args.ahead, turn * kHeadStages, thread);
@@ -204,16 +205,16 @@ __device__ __forceinline__ void take(const GdnStreamedBlockArguments& args, Inbo
     if (column.from > 0) column.answer_behind();
     column.keep(args, head, place);
     meet_team(group);
-    norm<Element>(args, head, place.count, scratch, gates, gain, warp, lane);
+    norm<Element>(args, head, place.count, scratch, outer, gain, warp, lane);
 }
 
 template <typename Element, int kTokens>
 __global__ void __launch_bounds__(kThreads, 1)
-    gdn_streamed_block(const GdnStreamedBlockArguments args)
+    gdn_streamed_block(const __grid_constant__ GdnStreamedBlockArguments args)
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     announce_dependents();
-    extern __shared__ __align__(128) unsigned char bytes[];
+    extern __shared__ __align__(1024) unsigned char bytes[];
     auto& shared = *reinterpret_cast<Shared<kTokens>*>(bytes);
     if (threadIdx.x == 0) {
         for (Inbox& inbox : shared.inboxes) inbox.init();
@@ -245,6 +246,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     ahead.load(args, Head(args, item));
     ask_for_tokens(args, Head(args, item), ahead.place.count, shared.inboxes[group].beside,
                    threadIdx.x % kTeamThreads);
+    if (threadIdx.x % kTeamThreads / kWarp == kTeamWarps - 1) {
+        open_gates<Element>(args, Head(args, item), ahead, shared.scratch[group].gates[0],
+                            threadIdx.x % kWarp);
+    }
 #pragma unroll 1
     for (int turn = 0; item < args.items(); ++turn, item += step) {
         take<Element, kTokens>(args, shared.inboxes[group], shared.scratch[group], group, item,

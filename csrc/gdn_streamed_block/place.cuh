@@ -16,6 +16,7 @@ namespace ds_hybrid {
 // first token, and leaves that of its own.
 struct BlockPlace {
     int position, count;
+    int place;   // of the launch's first token in its ring
     int kept;    // tokens beside the state, and from which of them on ...
     int first;   // ... they are beside that of the first token, in which those before are
     int last;    // ... and beside that of the last one
@@ -26,6 +27,7 @@ struct BlockPlace {
         const int begin = static_cast<int>(args.position[row]);
         position = begin + args.ahead;
         count = max(0, static_cast<int>(args.counts[row]) - args.ahead);
+        place = position % args.places;
         const int prompt = begin + 1 - static_cast<int>(args.answered[row]);
         const int before = begin - (args.ahead ? 0 : static_cast<int>(args.stepped[row]));
         const auto in_state = [&](int token) { return max(prompt, (token - kLag) & -kTaken); };
@@ -36,10 +38,11 @@ struct BlockPlace {
         change = last > first ? found + last + kLag - position : kMostTokens;
     }
 
-    // In the ring, of the oldest token beside the state.
-    __device__ __forceinline__ int oldest(const GdnStreamedBlockArguments& args) const
+    // In the ring, of a token of the launch, or by a negative number of one before them.
+    __device__ __forceinline__ int in_ring(const GdnStreamedBlockArguments& args, int token) const
     {
-        return (position - kept) % args.places;
+        const int at = place + token;
+        return at < 0 ? at + args.places : at < args.places ? at : at - args.places;
     }
 };
 

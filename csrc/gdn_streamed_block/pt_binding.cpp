@@ -12,6 +12,7 @@
 
 #include "describe.h"
 #include "gdn_streamed_block.h"
+#include "tensor_map.h"
 
 namespace ds_hybrid {
 namespace {
@@ -69,6 +70,7 @@ at::Tensor gdn_streamed_block(const at::Tensor& projected, const at::Tensor& win
 
     const c10::cuda::CUDAGuard guard(projected.device());
     const at::Tensor out = at::empty({projected.size(0), heads * kDim}, projected.options());
+    if (!rows) return out;
     GdnStreamedBlockArguments args = {};
     args.conv_weight = conv_weight.const_data_ptr();
     args.A_log = per_head(A_log, "A_log", projected);
@@ -80,6 +82,11 @@ at::Tensor gdn_streamed_block(const at::Tensor& projected, const at::Tensor& win
     args.counts = counts.const_data_ptr<int64_t>();
     args.window = window.mutable_data_ptr();
     args.state = state.mutable_data_ptr<float>();
+    args.states =
+        boxes_of<3>("gdn_streamed_block", state,
+                    {kStripColumns, static_cast<cuuint64_t>(state.size(0) * heads * kDim), kStrips},
+                    {kDim, kStripColumns}, {kStripColumns, kStageRows, kStrips},
+                    CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
     args.keys = keys.mutable_data_ptr();
     args.deltas = deltas.mutable_data_ptr<float>();
     args.decays = decays.mutable_data_ptr<float>();
@@ -94,7 +101,7 @@ at::Tensor gdn_streamed_block(const at::Tensor& projected, const at::Tensor& win
     C10_CUDA_CHECK(cudaDeviceGetAttribute(&args.processors, cudaDevAttrMultiProcessorCount,
                                           projected.get_device()));
     // Behind one another, for what a launch has kept is what the next one finds.
-    for (int64_t ahead = 0; rows && ahead < tokens; ahead += kMostTokens) {
+    for (int64_t ahead = 0; ahead < tokens; ahead += kMostTokens) {
         args.ahead = static_cast<int>(ahead);
         args.tokens = static_cast<int>(std::min<int64_t>(tokens - ahead, kMostTokens));
         args.projected = static_cast<const uint16_t*>(projected.const_data_ptr()) +

@@ -18,7 +18,8 @@ namespace ds_hybrid {
 
 constexpr int kTiles = 2;  // of eight columns of a warp: every other one is of the same
 constexpr int kWarpColumns = kTiles * 8;
-static_assert(kStageRows == 16 && kTeamWarps * kWarpColumns == kDim);
+static_assert(kStageRows == 16 && kStripColumns % kWarpColumns == 0 &&
+              kTeamWarps * kWarpColumns == kDim);
 
 // Which of 16 rows, or tokens, the four of a lane are.
 __device__ __forceinline__ int row_of(int i, int quad) { return quad * 2 + i % 2 + i / 2 * 8; }
@@ -131,8 +132,7 @@ __device__ __forceinline__ void multiply_state(const BlockPlace& place, Scratch<
         float rows[4][kTiles];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const float2 two = *reinterpret_cast<const float2*>(inbox.stages[stage.place] +
-                                                                row_of(i, quad) * kDim + column);
+            const float2 two = two_of(inbox.stages[stage.place], row_of(i, quad), column);
             rows[i][0] = two.x;
             rows[i][1] = two.y;
         }

@@ -26,8 +26,9 @@ struct alignas(128) Scratch {
     };
     alignas(16) float2 kept[kMostBeside][kTokens];
     float2 own[kTokens][kTokens];
-    float left[kMostBeside + kMostTokens + 1][kTokens], of_state[kTokens], beta[kTokens];
-    alignas(16) float decays[kMostBeside + kMostTokens + 2];
+    float left[kMostBeside + kMostTokens + 1][kTokens], of_state[kTokens];
+    float2 gates[2][kTokens];   // decay and beta of a turn's tokens, and of the next one's
+    float decays[kMostBeside];  // of kept tokens
     // What decays leave of a state, and of the tokens that it takes in, when it does so.
     float taken[2], faded[kMostBeside];
     uint2 values[kTokens][kDim / 4];
@@ -156,9 +157,8 @@ __device__ __forceinline__ void bring(const GdnStreamedBlockArguments& args, con
         const int row = part == 1 ? token : kMostTokens + token;
         rows[chunk_at(row, lane / 2) * 2 + lane % 2] = words;
         if (part == 1 && head.first && token < place.count) {
-            const int64_t in_ring =
-                head.of_keys(args) * args.places + (place.position + token) % args.places;
-            static_cast<uint2*>(args.keys)[in_ring * (kDim / 4) + lane] = words;
+            const int64_t in_rings = head.of_keys(args) * args.places + place.in_ring(args, token);
+            static_cast<uint2*>(args.keys)[in_rings * (kDim / 4) + lane] = words;
         }
     }
     // Zeros where there are none: the state takes in none of them, sixteen at a time.
@@ -168,7 +168,7 @@ __device__ __forceinline__ void bring(const GdnStreamedBlockArguments& args, con
             row < place.kept ? beside.keys[row][chunk] : make_uint4(0, 0, 0, 0);
     }
     if (thread < place.kept) {
-        scratch.decays[thread] = beside.decays[(place.oldest(args) + thread) % args.places];
+        scratch.decays[thread] = beside.decays[place.in_ring(args, thread - place.kept)];
     }
 }
 
@@ -176,31 +176,28 @@ __device__ __forceinline__ void bring(const GdnStreamedBlockArguments& args, con
 // before `number` and of those before it: of the state that has these in it, too. A product's bits
 // go by which decays are in it alone.
 template <int kTokens>
-__device__ __forceinline__ void fade(const BlockPlace& place, Scratch<kTokens>& scratch, int number)
+__device__ __forceinline__ void fade(const BlockPlace& place, Scratch<kTokens>& scratch,
+                                     const float2 (&gates)[kTokens], int number)
 {
     if (number > place.kept + kTokens) return;
-    float left = 1.0f, by_first = 1.0f, by_last = 1.0f;
-#pragma unroll
-    for (int token = 0; token < kMostBeside; token += 4) {
-        if (token >= place.kept) break;
-        const float4 four = *reinterpret_cast<const float4*>(scratch.decays + token);
-        const float decays[] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (token + i == place.first) by_first = left;
-            if (token + i == place.last) by_last = left;
-            if (token + i >= number && token + i < place.kept) left *= decays[i];
+    float left = 1.0f;
+    const auto pass = [&](int from, int end) {
+#pragma unroll 4
+        for (int token = from; token < end; ++token) {
+            const float decay = scratch.decays[token];
+            if (token >= number) left *= decay;
         }
-    }
-    if (place.kept == place.first) by_first = left;
-    if (place.kept == place.last) by_last = left;
+        return left;
+    };
+    const float by_first = pass(0, place.first), by_last = pass(place.first, place.last);
+    pass(place.last, place.kept);
     if (number == 0) scratch.taken[0] = by_first;
     if (number == place.first) scratch.taken[1] = by_last;
     if (number > 0 && number <= place.first) scratch.faded[number - 1] = by_first;
     if (number > place.first && number <= place.last) scratch.faded[number - 1] = by_last;
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {
-        if (place.kept + i >= number) left *= scratch.decays[place.kept + i];
+        if (place.kept + i >= number) left *= gates[i].x;
         scratch.left[number][i] = left;
     }
 }
