@@ -79,7 +79,7 @@ class HybridEngineRollout(RolloutEngine):
             self._speculation,
             self._paths.peers.least,
             self._injection.sums,
-            lambda state_dtype: self._injection.many_rows(state_dtype),
+            lambda state_dtype: self._injection.many_rows(state_dtype, self._speculation is not None),
             self._paths.copy,
         )
         self._look()

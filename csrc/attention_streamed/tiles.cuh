@@ -30,17 +30,6 @@ __device__ __forceinline__ void copy_tile(uint32_t to, const CUtensorMap& map, i
         : "memory");
 }
 
-// Like load_matrices(), each of the four transposed.
-__device__ __forceinline__ uint4 load_transposed(const uint4* row)
-{
-    uint4 pairs;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(pairs.x), "=r"(pairs.y), "=r"(pairs.z), "=r"(pairs.w)
-                 : "r"(shared_address(row))
-                 : "memory");
-    return pairs;
-}
-
 // A matrix of 8 rows by 8, a pair of a row in each lane.
 __device__ __forceinline__ uint32_t transposed(uint32_t pair)
 {

@@ -56,7 +56,8 @@ __device__ __forceinline__ void arrive_here(uint32_t barrier)
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// What this thread has written to shared memory comes before what the copy engine writes next.
+// What this thread has written to shared memory, or read there, comes before what the copy engine
+// writes next.
 __device__ __forceinline__ void hand_over()
 {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -57,6 +57,19 @@ __device__ __forceinline__ uint4 load_matrices(const uint4* row)
     return pairs;
 }
 
+// The same, but each turned over: of each matrix a lane gets the pair of rows lane % 4 of column
+// lane / 4.
+__device__ __forceinline__ uint4 load_transposed(const uint4* row)
+{
+    const auto place = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+    uint4 pairs;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(pairs.x), "=r"(pairs.y), "=r"(pairs.z), "=r"(pairs.w)
+                 : "r"(place)
+                 : "memory");
+    return pairs;
+}
+
 // sums[16, 8] += a[16, 16] * b[8, 16]^T. `a` is the matrices of rows 0-7 and 8-15 of its first
 // chunk, then of its second; b0 and b1 are the chunks of b. sums[0] and [1] are of row lane / 4,
 // columns lane % 4 * 2 and the one behind; sums[2] and [3] of the row 8 further down.

@@ -15,8 +15,8 @@
 
 namespace ds_hybrid {
 
-// A tensor of 2-byte elements in boxes, as the copy engine takes it: chunks of 16 bytes of a box's
-// rows of 128 bytes are swizzled. Sizes, and distances in elements of all dimensions but the inner;
+// A tensor in boxes, as the copy engine takes it: chunks of 16 bytes of a box's rows of 128 bytes
+// are swizzled. Sizes, and distances in elements of all dimensions but the inner;
 // `promotion` is how much the L2 cache asks the memory for at once.
 template <int kDimensions>
 CUtensorMap boxes_of(const char* op, const at::Tensor& tensor,
@@ -35,12 +35,14 @@ CUtensorMap boxes_of(const char* op, const at::Tensor& tensor,
     cuuint64_t strides[kDimensions - 1];
     cuuint32_t steps[kDimensions];
     std::fill_n(steps, kDimensions, 1);
-    for (int i = 0; i + 1 < kDimensions; ++i) strides[i] = distances[i] * 2;
+    for (int i = 0; i + 1 < kDimensions; ++i) strides[i] = distances[i] * tensor.element_size();
+    const auto type = tensor.scalar_type();
     CUtensorMap map;
     const CUresult result =
         encode(&map,
-               tensor.scalar_type() == at::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+               type == at::kFloat  ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+               : type == at::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                   : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
                kDimensions, const_cast<void*>(tensor.const_data_ptr()), sizes, strides, box, steps,
                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);

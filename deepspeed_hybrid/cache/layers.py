@@ -9,26 +9,39 @@ from dataclasses import dataclass, field
 import torch
 
 from deepspeed_hybrid.compat import LinearAttentionLayer, StaticLayer
+from deepspeed_hybrid.ops import gdn_deferred, gdn_kept_block
 from deepspeed_hybrid.ops.gdn_decode import ring_order, window_order
-from deepspeed_hybrid.ops.gdn_deferred import PLACES, settled
 
 DEFERRED = "gdn_keys", "gdn_deltas", "gdn_decays"  # kinds of buffers of tokens beside the states
 SETTLE_BYTES = 2**26  # of fp32 states at a time: memory may be full
 
 
 @dataclass(frozen=True)
+class Deferral:
+    """How decode steps leave tokens beside recurrent states: in rings of so many places, and how states get them."""
+
+    places: int
+    settled: Callable[..., torch.Tensor]
+    blocks: bool  # steps may have several tokens a row
+
+
+SINGLE_TOKENS = Deferral(gdn_deferred.PLACES, gdn_deferred.settled, blocks=False)
+BLOCKS = Deferral(gdn_kept_block.PLACES, gdn_kept_block.settled, blocks=True)
+
+
+@dataclass(frozen=True)
 class Uncommitted:
     """What a recurrent layer has left to do with a block of tokens, of which some will stay."""
 
-    commit: Callable[..., None]  # deepspeed_hybrid.ops.gdn_block.gdn_commit, or its reference
+    commit: Callable[..., None]  # gdn_commit of deepspeed_hybrid.ops, gdn_windows, or their references
     tensors: tuple[torch.Tensor, ...]  # of this layer, in the order of its arguments
-    key_heads: int
+    rest: tuple[int, ...]  # its last arguments, behind those that are of rows
 
     @property
     def kind(self) -> tuple:
         """Layers for which it is the same are committed together."""
         facts = ((tensor.shape, tensor.stride(), tensor.dtype) for tensor in self.tensors)
-        return self.commit, self.key_heads, *facts
+        return self.commit, self.rest, *facts
 
 
 @dataclass(frozen=True)
@@ -41,9 +54,9 @@ class BlockPlan:
     counts: torch.Tensor  # [B] int64: tokens of a lane that are some
     commits: list[Uncommitted] = field(default_factory=list)  # what recurrent layers left to do
 
-    def leave(self, commit: Callable[..., None], tensors: tuple[torch.Tensor, ...], key_heads: int) -> None:
+    def leave(self, commit: Callable[..., None], tensors: tuple[torch.Tensor, ...], *rest: int) -> None:
         """Remember a recurrent layer's part until it is known how many tokens stay."""
-        self.commits.append(Uncommitted(commit, tensors, key_heads))
+        self.commits.append(Uncommitted(commit, tensors, rest))
 
 
 @dataclass(frozen=True)
@@ -67,6 +80,7 @@ class StepPlan:
     last_column: bool = False  # nobody asks for anything else of the model: of the last layer it is enough
     ids: torch.Tensor | None = None  # [B, T] int64: the tokens, for who draws on more than the model's cache
     answered: torch.Tensor | None = None  # [B] int64: in a decode step, tokens of each row's answer so far
+    stepped: torch.Tensor | None = None  # [B] int64: in a decode step, tokens that each row's last step has brought
 
     def lengths(self) -> torch.Tensor:
         """[B] int64: tokens of each row when this forward is done."""
@@ -171,12 +185,12 @@ class SlotGdnLayer(LinearAttentionLayer):
     is in column p % kernel. What is read and written has it in the order of time, the latest token last.
 
     Args:
-        defers: there is room for tokens that are not in the state yet: ``deferred``, as gdn_deferred keeps them.
+        deferral: there is room for tokens that are not in the state yet, ``deferred``, and how they are kept there.
     """
 
-    def __init__(self, holder: PlanHolder, slots: int, state_dtype: torch.dtype, defers: bool = False):
+    def __init__(self, holder: PlanHolder, slots: int, state_dtype: torch.dtype, deferral: Deferral | None = None):
         super().__init__()
-        self.holder, self.slots, self.state_dtype, self.defers = holder, slots, state_dtype, defers
+        self.holder, self.slots, self.state_dtype, self.deferral = holder, slots, state_dtype, deferral
         self.window: torch.Tensor | None = None
         self.state: torch.Tensor | None = None
         self.deferred: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
@@ -189,11 +203,11 @@ class SlotGdnLayer(LinearAttentionLayer):
         if self.window is not None:
             return
         rows, device = self.slots + 1, projected.device
-        if self.defers:
-            heads, key_dim, value_dim = state_shape
-            keys = torch.zeros(rows, key_heads, PLACES, key_dim, dtype=projected.dtype, device=device)
-            deltas = torch.zeros(rows, heads, PLACES, value_dim, dtype=torch.float32, device=device)
-            self.deferred = keys, deltas, deltas.new_zeros(rows, heads, PLACES)
+        if self.deferral is not None:
+            places, (heads, key_dim, value_dim) = self.deferral.places, state_shape
+            keys = torch.zeros(rows, key_heads, places, key_dim, dtype=projected.dtype, device=device)
+            deltas = torch.zeros(rows, heads, places, value_dim, dtype=torch.float32, device=device)
+            self.deferred = keys, deltas, deltas.new_zeros(rows, heads, places)
         self.window = torch.zeros(rows, projected.shape[-1], kernel_size, dtype=projected.dtype, device=device)
         self.state = torch.zeros(rows, *state_shape, dtype=self.state_dtype, device=device)
 
@@ -238,13 +252,13 @@ class SlotGdnLayer(LinearAttentionLayer):
         elif state.data_ptr() != self.state.data_ptr():  # else it was updated in place
             self.state[: plan.lanes].copy_(state)
 
-    def settle(self, position: torch.Tensor, answered: torch.Tensor, live: torch.Tensor) -> None:
+    def settle(self, *of_rows: torch.Tensor) -> None:
         """Take the tokens beside the states into them; as of the cache."""
-        if self.lagging and self.deferred is not None:
-            lanes, count = len(position), max(1, SETTLE_BYTES // (4 * self.state[0].numel()))
+        if self.lagging and self.deferral is not None:
+            lanes, count = len(of_rows[0]), max(1, SETTLE_BYTES // (4 * self.state[0].numel()))
             for rows in (slice(first, min(first + count, lanes)) for first in range(0, lanes, count)):
-                state, (keys, deltas, decays) = self.state[rows], (part[rows] for part in self.deferred)
-                state.copy_(settled(state, keys, deltas, decays, position[rows], answered[rows], live[rows]))
+                state, rings = self.state[rows], (part[rows] for part in self.deferred)
+                state.copy_(self.deferral.settled(state, *rings, *(part[rows] for part in of_rows)))
         self.lagging = False
 
     def tensors(self) -> dict[str, torch.Tensor]:

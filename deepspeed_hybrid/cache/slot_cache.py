@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from deepspeed_hybrid.cache.layers import DEFERRED, PlanHolder, SlotGdnLayer, SlotKVLayer, StepPlan
+from deepspeed_hybrid.cache.layers import DEFERRED, Deferral, PlanHolder, SlotGdnLayer, SlotKVLayer, StepPlan
 from deepspeed_hybrid.compat import Cache
 from deepspeed_hybrid.ops.copy_slots import copy_slots_reference
 
@@ -21,7 +21,7 @@ class SlotCache(Cache):
         slots: rows that can be in flight. Slot number ``slots`` is scratch: parked lanes write their keys there.
         capacity: tokens a slot holds.
         state_dtype: dtype of the recurrent state.
-        defers: whether decode steps may leave tokens beside recurrent states, for which there is room then.
+        deferral: how decode steps may leave tokens beside recurrent states, for which there is room then.
         copy: the ``copy_slots`` op, or its torch reference.
     """
 
@@ -31,16 +31,16 @@ class SlotCache(Cache):
         slots: int,
         capacity: int,
         state_dtype: torch.dtype = torch.float32,
-        defers: bool = False,
+        deferral: Deferral | None = None,
         copy: Callable[..., None] = copy_slots_reference,
     ):
         self.holder = PlanHolder()
-        self.slots, self.capacity, self.state_dtype, self.defers = slots, capacity, state_dtype, defers
+        self.slots, self.capacity, self.state_dtype, self.deferral = slots, capacity, state_dtype, deferral
         self._copy = copy
         self.companions: list = []  # what else has a place for every slot, to be copied with it: has tensors()
         super().__init__(
             layers=[
-                SlotGdnLayer(self.holder, slots, state_dtype, defers)
+                SlotGdnLayer(self.holder, slots, state_dtype, deferral)
                 if kind == "linear_attention"
                 else SlotKVLayer(self.holder, slots, capacity)
                 for kind in kinds
@@ -67,12 +67,14 @@ class SlotCache(Cache):
             if isinstance(layer, SlotGdnLayer):
                 layer.lagging = False
 
-    def settle(self, position: torch.Tensor, answered: torch.Tensor, live: torch.Tensor) -> None:
+    def settle(
+        self, position: torch.Tensor, answered: torch.Tensor, stepped: torch.Tensor, live: torch.Tensor
+    ) -> None:
         """Take the tokens beside the states of lanes 0..B-1 into them, where rows will go on at ``position`` with so
-        many tokens answered (all [B]); from here on none is left there."""
+        many tokens answered, behind a step that has brought so many (all [B]); from here on none is left there."""
         for layer in self.layers:
             if isinstance(layer, SlotGdnLayer):
-                layer.settle(position, answered, live)
+                layer.settle(position, answered, stepped, live)
         self.holder.deferring = False
 
     def fork(self, sources: torch.Tensor, targets: torch.Tensor, deferred: bool = False) -> None:

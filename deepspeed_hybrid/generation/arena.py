@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from deepspeed_hybrid.cache.layers import BLOCKS, SINGLE_TOKENS, Deferral
 from deepspeed_hybrid.cache.slot_cache import SlotCache
 from deepspeed_hybrid.compat import ModelCall, layer_kinds
 from deepspeed_hybrid.generation.capacity import SlotBytes, cache_bytes, free_bytes, logits_bytes, state_bytes
@@ -22,6 +23,7 @@ from deepspeed_hybrid.generation.state import DecodeState
 from deepspeed_hybrid.generation.step import decode_step
 from deepspeed_hybrid.generation.transfer import upload
 from deepspeed_hybrid.ops.copy_slots import copy_slots_reference
+from deepspeed_hybrid.ops.gdn_kept_block import MOST_TOKENS
 from deepspeed_hybrid.ops.shared_sum import SharedSum
 from deepspeed_hybrid.ops.truncate_scores import truncate_scores
 
@@ -129,11 +131,12 @@ class Arena:
             slots, capacity = self._grown() if self.cache and not holds else (self.lanes, self.kv_length)
             if self._beyond(self._bytes(slots, capacity, kind)):
                 slots, capacity = self.lanes, self.kv_length  # room for this call alone
-            defers = self._defers(slots)
-            if defers and self._beyond(round(self._bytes(slots, capacity, kind, defers) / DEFERRED_SHARE)):
-                defers = False
+            deferral = self._deferral(slots)
+            if deferral and self._beyond(round(self._bytes(slots, capacity, kind, deferral) / DEFERRED_SHARE)):
+                deferral = None
             self.release()
-            self.cache = SlotCache(layer_kinds(self.model.model), slots, capacity, self.state_dtype, defers, self.copy)
+            kinds = layer_kinds(self.model.model)
+            self.cache = SlotCache(kinds, slots, capacity, self.state_dtype, deferral, self.copy)
             self.state = DecodeState.empty(slots, capacity, self.device)
             if self.speculation is not None:
                 self.speculation.attach(self.cache)
@@ -152,7 +155,7 @@ class Arena:
         missing = self._missing(lanes, kind) if holds else 0
         if holds and not missing:
             return 0
-        alone = self._bytes(lanes, kv_length, kind, fast and self._defers(lanes))
+        alone = self._bytes(lanes, kv_length, kind, self._deferral(lanes) if fast else None)
         return min(alone, self._present() + missing) if holds else alone
 
     def _holds(self, lanes: int, kv_length: int) -> bool:
@@ -182,19 +185,23 @@ class Arena:
         hung = 0 if self.speculation is None else self.speculation.cache_bytes(0, capacity)  # of scratch alone
         return SlotBytes.of(self.model.model, self.state_dtype).total(capacity) + hung
 
-    def _bytes(self, slots: int, capacity: int, kind: SamplingKind, defers: bool = False) -> int:
+    def _bytes(self, slots: int, capacity: int, kind: SamplingKind, deferral: Deferral | None = None) -> int:
         slot = SlotBytes.of(self.model.model, self.state_dtype)
         return (
-            cache_bytes(slot, slots, capacity, defers)
+            cache_bytes(slot, slots, capacity, 0 if deferral is None else deferral.places)
             + (0 if self.speculation is None else self.speculation.cache_bytes(slots, capacity))
             + state_bytes(slots, capacity, self.model.vocab_size, kind)
             + self._logits_bytes(slots, kind)
         )
 
-    def _defers(self, rows: int) -> bool:
-        """Whether steps of so many rows leave tokens beside recurrent states."""
+    def _deferral(self, rows: int) -> Deferral | None:
+        """How steps of so many rows leave tokens beside recurrent states; None: they do not."""
+        if self.speculation is not None and self.speculation.most_tokens > MOST_TOKENS:
+            return None
         many = self.many_rows(self.state_dtype)
-        return many is not None and self.speculation is None and rows >= many
+        if many is None or rows < many:
+            return None
+        return SINGLE_TOKENS if self.speculation is None else BLOCKS
 
     def _logits_bytes(self, lanes: int, kind: SamplingKind) -> int:
         sorts = self.truncate is not truncate_scores or self.device.type == "cpu"
@@ -218,7 +225,7 @@ class Arena:
         if plan.kind.penalised:
             self.state.track_seen(self.model.vocab_size)
         # To the end of the call, however few rows are left.
-        self.cache.defer(self.cache.defers and self._defers(self.lanes))
+        self.cache.defer(self.cache.deferral is not None and self._deferral(self.lanes) is not None)
         return self._step(plan)
 
     def settle(self) -> None:
@@ -228,7 +235,7 @@ class Arena:
         rows = self.state.lanes(self.lanes)
         if bool(rows.parked.all()):  # between calls
             return self.cache.defer(False)
-        self.cache.settle(rows.position, rows.length, ~rows.parked)
+        self.cache.settle(rows.position, rows.length, rows.stepped, ~rows.parked)
 
     def shrink(self, lanes: int, moves: list[tuple[int, int]], plan: SamplingPlan) -> Callable[[], None]:
         """Move rows from slot to slot and run fewer lanes from now on; one decode step over them."""
@@ -286,7 +293,7 @@ class Arena:
         runners = (self.graphs, None if self.prompts is None else self.prompts.runner)
         captured = [runner.keys for runner in runners if runner is not None]
         cache = self.cache
-        sizes = None if cache is None else (cache.slots, cache.capacity, cache.defers, self.scratch)
+        sizes = None if cache is None else (cache.slots, cache.capacity, cache.deferral is not None, self.scratch)
         shapes = None if self.sums is None else self.sums.shapes
         return digest_of(repr((sizes, captured, shapes)).encode())
 

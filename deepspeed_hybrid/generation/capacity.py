@@ -13,7 +13,6 @@ from deepspeed_hybrid.autotp import outputs_of
 from deepspeed_hybrid.compat import layer_kinds, text_config, text_model
 from deepspeed_hybrid.generation.sampling import SamplingKind
 from deepspeed_hybrid.generation.state import DecodeState
-from deepspeed_hybrid.ops.gdn_deferred import PLACES
 
 FP32_BYTES = 4
 SORTING_BYTES = 32  # a number of the vocabulary: sorted scores and their order, probabilities and their sums
@@ -26,7 +25,7 @@ class SlotBytes:
 
     fixed: int  # conv windows and recurrent states
     per_token: int  # keys and values
-    deferred: int = 0  # tokens beside the states, where there is room for them
+    beside: int = 0  # a token beside the states, of whom there may be some
 
     def total(self, capacity: int) -> int:
         return self.fixed + capacity * self.per_token
@@ -34,18 +33,18 @@ class SlotBytes:
     @classmethod
     def of(cls, model: nn.Module, state_dtype: torch.dtype) -> "SlotBytes":
         """From the modules' sizes, which ZeRO-3 leaves alone."""
-        fixed = per_token = deferred = 0
+        fixed = per_token = beside = 0
         for layer, kind in zip(text_model(model).layers, layer_kinds(model), strict=True):
             if kind == "linear_attention":
                 mixer = layer.linear_attn
                 window = mixer.conv1d.in_channels * mixer.conv_kernel_size * _itemsize(mixer)
                 fixed += window + mixer.num_v_heads * mixer.head_k_dim * mixer.head_v_dim * state_dtype.itemsize
                 of_keys = mixer.num_k_heads * mixer.head_k_dim * _itemsize(mixer)
-                deferred += PLACES * (of_keys + mixer.num_v_heads * (mixer.head_v_dim + 1) * FP32_BYTES)
+                beside += of_keys + mixer.num_v_heads * (mixer.head_v_dim + 1) * FP32_BYTES
             else:
                 mixer = layer.self_attn
                 per_token += (_outputs(model, mixer.k_proj) + _outputs(model, mixer.v_proj)) * _itemsize(mixer)
-        return cls(fixed, per_token, deferred)
+        return cls(fixed, per_token, beside)
 
 
 def _itemsize(module: nn.Module) -> int:
@@ -59,9 +58,9 @@ def _outputs(model: nn.Module, projection: nn.Module) -> int:
     return config.num_key_value_heads * head_dim if outputs is None else outputs
 
 
-def cache_bytes(slot: SlotBytes, slots: int, capacity: int, defers: bool = False) -> int:
-    """Of a cache, scratch slot included."""
-    return (slots + 1) * (slot.total(capacity) + (slot.deferred if defers else 0))
+def cache_bytes(slot: SlotBytes, slots: int, capacity: int, places: int = 0) -> int:
+    """Of a cache, scratch slot included, with places for so many tokens beside states."""
+    return (slots + 1) * (slot.total(capacity) + places * slot.beside)
 
 
 def state_bytes(slots: int, capacity: int, vocab_size: int, kind: SamplingKind) -> int:

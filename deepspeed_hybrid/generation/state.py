@@ -22,6 +22,7 @@ class DecodeState:
     position: torch.Tensor  # [S] int64, its position in the sequence, and where its key will be written
     length: torch.Tensor  # [S] int64, tokens answered so far
     limit: torch.Tensor  # [S] int64, most tokens of an answer
+    stepped: torch.Tensor  # [S] int64, tokens of the row's last step; kept where a step may have several
     parked: torch.Tensor  # [S] bool: not in flight, nothing of the row changes
     finish: torch.Tensor  # [S] uint8: RUNNING, STOPPED or LENGTH
     seed: torch.Tensor  # [S] int64; with request, sample and position the key of the noise
@@ -49,6 +50,7 @@ class DecodeState:
             position=zeros(slots),
             length=zeros(slots),
             limit=zeros(slots),
+            stepped=zeros(slots),
             parked=zeros(slots, dtype=torch.bool).fill_(True),
             finish=zeros(slots, dtype=torch.uint8),
             seed=zeros(slots),
@@ -82,6 +84,7 @@ class DecodeState:
             "position": [length - 1 for length in lengths],
             "length": [0] * count,
             "limit": [plan.limit(row) for row in rows],
+            "stepped": [0] * count,
             "seed": [plan.seed] * count,
             "request": requests,
             "sample": samples,

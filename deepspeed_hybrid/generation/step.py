@@ -48,6 +48,7 @@ def decode_step(
         before=state.position,
         ids=state.token[:, None],
         answered=state.length,
+        stepped=state.stepped,
     )
     mask = None
     if masked:

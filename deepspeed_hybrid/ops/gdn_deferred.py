@@ -71,7 +71,7 @@ def gdn_deferred_reference(
         of_tokens = torch.where(is_kept[..., None], of_tokens + shared[..., None] * added, of_tokens)
         left = torch.where(is_kept, left * faded, left)
     of_state = (memory * query[..., None]).sum(-2) * left[..., None]
-    memory = settled(memory, *rings, position, answered, live)
+    memory = settled(memory, *rings, position, answered, None, live)
     full = live & (answered > 1) & (position % BLOCK == 0)
     state[:lanes] = torch.where(full[:, None, None, None], memory.to(state.dtype), state[:lanes])
 
@@ -96,10 +96,12 @@ def settled(
     decays: torch.Tensor,
     position: torch.Tensor,
     answered: torch.Tensor,
+    stepped: torch.Tensor | None,
     live: torch.Tensor,
 ) -> torch.Tensor:
     """[B, HV, DK, DV] fp32: the states of B rows with the tokens that are kept beside them, before the token at
-    ``position``; those of rows that are not ``live`` [B] as they are. Arguments as of :func:`gdn_deferred`, by row."""
+    ``position``; those of rows that are not ``live`` [B] as they are. Arguments as of :func:`gdn_deferred`, by row;
+    a step has brought one token, whatever ``stepped`` says."""
     memory, group = state.float(), state.shape[1] // keys.shape[1]
     for age, is_kept in reversed(list(enumerate(_kept(position, answered, live), 1))):
         old, added, faded = _tokens((keys, deltas, decays), position - age, group)

@@ -26,6 +26,7 @@ BUILDERS = {
     "fused_silu_mul_halves": f"{BUILDER_PACKAGE}.fused_silu_mul_halves:FusedSiluMulHalvesBuilder",
     "gdn_gates": f"{BUILDER_PACKAGE}.gdn_gates:GdnGatesBuilder",
     "gdn_streamed": f"{BUILDER_PACKAGE}.gdn_streamed:GdnStreamedBuilder",
+    "gdn_streamed_block": f"{BUILDER_PACKAGE}.gdn_streamed_block:GdnStreamedBlockBuilder",
     "truncate_scores": f"{BUILDER_PACKAGE}.truncate_scores:TruncateScoresBuilder",
     "warpgroup_linear": f"{BUILDER_PACKAGE}.warpgroup_linear:WarpgroupLinearBuilder",
 }
@@ -40,6 +41,7 @@ TRITON_OPS = (
     "gdn_deferred",
     "gdn_block",
     "gdn_commit",
+    "gdn_windows",
     "attention_decode",
     "attention_block",
     "draft_attention",

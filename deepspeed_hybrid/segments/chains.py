@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from deepspeed_hybrid.ops import attention_streamed, few_rows, fused_linear, gdn_streamed, warpgroup
+from deepspeed_hybrid.ops import gdn_kept_block as kept_block
 from deepspeed_hybrid.ops.attention_block import attention_block, token_by_token
 from deepspeed_hybrid.ops.attention_decode import attention_decode, attention_decode_reference
 from deepspeed_hybrid.ops.batch_invariant import (
@@ -34,6 +35,8 @@ from deepspeed_hybrid.ops.gdn_conv import gdn_conv
 from deepspeed_hybrid.ops.gdn_decode import gdn_decode, gdn_decode_reference
 from deepspeed_hybrid.ops.gdn_deferred import gdn_deferred
 from deepspeed_hybrid.ops.gdn_heads import gdn_heads, gdn_heads_reference
+from deepspeed_hybrid.ops.gdn_kept_block import gdn_kept_block
+from deepspeed_hybrid.ops.gdn_windows import gdn_windows
 from deepspeed_hybrid.ops.keep_tokens import keep_tokens
 from deepspeed_hybrid.ops.loader import triton_obstacle
 from deepspeed_hybrid.ops.prompt_heads import prompt_heads
@@ -42,6 +45,7 @@ from deepspeed_hybrid.ops.shared_sum import SharedSum
 from deepspeed_hybrid.segments.decoder_layer import DecodeOps
 from deepspeed_hybrid.segments.prompts import MODELS_OWN, PromptOps
 
+DEFERRING: dict[str, Callable] = {"gdn_deferred": gdn_deferred, "gdn_kept_block": gdn_kept_block}
 PRODUCTS = {"few_rows_linear": few_rows, "warpgroup_linear": warpgroup}
 
 
@@ -63,11 +67,12 @@ def chain_ops(
     attention = partial(attention_decode, splits=SPLITS) if batch_invariant else attention_decode
     block = partial(token_by_token, attention) if batch_invariant else attention_block
     rest = attention, block, embedded_rows, rotary_tables
-    deferred = None  # which is for many rows only
+    deferred: dict[str, Callable] = {}  # which are for many rows only
     if not batch_invariant:
-        deferred = partial(gdn_deferred, rounded_heads=True)
+        deferred = {name: partial(op, rounded_heads=True) for name, op in DEFERRING.items()}
+        deferred["gdn_windows"] = gdn_windows
     gdn = partial(gdn_decode, rounded_heads=True), partial(gdn_heads, rounded_heads=True), gdn_block, gdn_commit
-    return DecodeOps(fused_linear.normed_rows, *products, shared, *gdn, *rest, gdn_deferred=deferred)
+    return DecodeOps(fused_linear.normed_rows, *products, shared, *gdn, *rest, **deferred)
 
 
 def ops_off(index: int, chain: DecodeOps, train_consistent: bool) -> dict[str, str]:
@@ -75,6 +80,7 @@ def ops_off(index: int, chain: DecodeOps, train_consistent: bool) -> dict[str, s
     ours = {"attention_streamed op": attention_streamed.obstacle(index)}
     if chain.gdn_deferred is not None:
         ours["gdn_streamed op"] = gdn_streamed.obstacle(index)
+        ours["gdn_streamed_block op"] = kept_block.obstacle(index)
     if not train_consistent:
         ours |= {f"{name} op": op.obstacle(index) for name, op in PRODUCTS.items()}
     return {name: obstacle for name, obstacle in ours.items() if obstacle}

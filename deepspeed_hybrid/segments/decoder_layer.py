@@ -57,6 +57,10 @@ ATTENTION_FACTS = {
 # 46.8 and 77 at 64, 171 and 334 at 256; by Triton's kernels 21.2 at 16, 28.9 and 30.9 at 24, 59 at 64, 213 at 256.
 MANY_HEADS = 8 * 32
 MANY_HEADS_OF_TRITON = 24 * 32
+# The same for steps of several tokens, with what is left to commit: in blocks of 4 17.9 from 26.9 us at 8 rows, 30.7
+# from 49.1 at 16, 108 from 178 at 64; in blocks of 8 20.1 from 32.6, 37.8 from 60.8 and 133 from 225; of 16 71.7 from
+# 84 at 16 rows.
+MANY_HEADS_OF_BLOCKS = 8 * 32
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,8 @@ class DecodeOps:
     embedded_rows: Callable
     rotary_tables: Callable
     gdn_deferred: Callable | None = None  # for steps of many rows; None: ``gdn`` does any
+    gdn_kept_block: Callable | None = None  # for those of one token or several; None: ``gdn`` and ``gdn_block`` do
+    gdn_windows: Callable | None = None  # goes with it
 
 
 def decoder_layer_obstacle(layer: nn.Module, segments: list[Segment]) -> str | None:
@@ -298,11 +304,16 @@ def gdn_decode_step(
     norm, heads = module.norm, module.num_k_heads
     conv = slots.window, module.conv1d.weight[:, 0], module.conv1d.bias, module.A_log, module.dt_bias
     last = norm.weight, getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    block = plan.block
-    if block is None and cache.holder.deferring and ops.gdn_deferred is not None:
-        counts, slots.lagging = cache.holder.once("counts", lambda: plan.parked ^ 1), True
-        kept = slots.state, *slots.deferred
-        return ops.gdn_deferred(projected, *conv, *kept, *last, plan.before, plan.answered, counts, heads)
+    block, late = plan.block, slots.deferral if cache.holder.deferring else None
+    if late is not None:
+        counts = cache.holder.once("counts", lambda: plan.parked ^ 1) if block is None else block.counts
+        kept, places, slots.lagging = (slots.state, *slots.deferred), (plan.before, plan.answered), True
+        if not late.blocks and ops.gdn_deferred is not None:
+            return ops.gdn_deferred(projected, *conv, *kept, *last, *places, counts, heads)
+        if late.blocks and ops.gdn_kept_block is not None and ops.gdn_windows is not None:
+            if block is not None:
+                block.leave(ops.gdn_windows, (projected, slots.window))
+            return ops.gdn_kept_block(projected, *conv, *kept, *last, *places, plan.stepped, counts, heads)
     if block is None:
         return ops.gdn(projected, *conv, slots.state, *last, plan.before, plan.parked, heads)
     heads_of = projected, *conv, block.positions[0], block.counts, heads, module.head_k_dim

@@ -12,13 +12,14 @@ from torch import nn
 from deepspeed_hybrid.autotp import holds_shards, is_column_shard
 from deepspeed_hybrid.compat import layer_kinds, text_model
 from deepspeed_hybrid.hung_on import is_zero3_hook
-from deepspeed_hybrid.ops import gdn_streamed
+from deepspeed_hybrid.ops import gdn_kept_block, gdn_streamed
 from deepspeed_hybrid.ops.gdn_decode import GdnSizes
 from deepspeed_hybrid.ops.shared_sum import SharedSum
 from deepspeed_hybrid.segments.apply import Binding, ModuleTables, bound
 from deepspeed_hybrid.segments.attention import attention_bindings
 from deepspeed_hybrid.segments.decoder_layer import (
     MANY_HEADS,
+    MANY_HEADS_OF_BLOCKS,
     MANY_HEADS_OF_TRITON,
     DecodeOps,
     PreparedNorm,
@@ -105,17 +106,22 @@ class Injection:
         """The op of decode chains that keeps something from step to step."""
         return self.chain.shared_sum if isinstance(self.chain, DecodeOps) else None
 
-    def many_rows(self, state_dtype: torch.dtype) -> int | None:
-        """From how many rows on decode steps of recurrent layers may write their states late; None: never."""
+    def many_rows(self, state_dtype: torch.dtype, blocks: bool = False) -> int | None:
+        """From how many rows on decode steps of recurrent layers may write their states late; None: never.
+
+        Args:
+            blocks: steps may have several tokens a row.
+        """
         if not isinstance(self.chain, DecodeOps) or self.chain.gdn_deferred is None:
             return None
         chained = [part for part in self._chosen if part.kind == GDN and self.unchained[part.layer] is None]
         layers = [self.fused.get(part.path) for part in chained]
-        many = [
-            _many_rows(own if isinstance(own, HeadParallelGdn) else part.module, state_dtype)
-            for part, own in zip(chained, layers, strict=True)
+        runs = [
+            own if isinstance(own, HeadParallelGdn) else part.module for part, own in zip(chained, layers, strict=True)
         ]
-        return min(many) if many else None
+        many = [_many_rows(layer, state_dtype, blocks) for layer in runs]
+        some = [rows for rows in many if rows is not None]
+        return min(some) if some and len(some) == len(many) else None
 
     @property
     def _chosen(self) -> list[Segment]:
@@ -356,11 +362,14 @@ def _all_heads_here(mixer: Segment) -> str | None:
     return head_parallel_obstacle(mixer.module) if is_column_shard(mixer.projections[0]) else None
 
 
-def _many_rows(layer: nn.Module | HeadParallelGdn, state_dtype: torch.dtype) -> int:
-    """Of a recurrent layer, see MANY_HEADS."""
+def _many_rows(layer: nn.Module | HeadParallelGdn, state_dtype: torch.dtype, blocks: bool = False) -> int | None:
+    """Of a recurrent layer, see MANY_HEADS; None: never."""
     heads, conv = layer.num_v_heads, layer.conv1d
     sizes = GdnSizes(layer.num_k_heads, heads, layer.head_k_dim, layer.head_v_dim, layer.conv_kernel_size)
     weight = conv.weight
     suits = gdn_streamed.suits(sizes, weight.dtype, state_dtype, conv.bias is not None, weight.device)
     streams = suits and sum(sizes.columns) % 8 == 0  # rows of the projection begin on boundaries
+    if blocks:
+        capable = streams and gdn_kept_block.suits(weight.dtype, weight.device)
+        return -(-MANY_HEADS_OF_BLOCKS // heads) if capable else None
     return -(-(MANY_HEADS if streams else MANY_HEADS_OF_TRITON) // heads)

@@ -118,14 +118,20 @@ class Speculation:
         if tokens == 1:
             before = state.length.clone()
             decode_step(model, cache, state, kind, kv_length, masked, choose, truncate)
-            self.stats.add(1, state.length - before)
+            self._count(cache, state, 1, state.length - before)
             return
         drafts = self.drafter.propose(state, tokens, kv_length)
         try:
             logits, block = verify(model, cache, state, drafts, kv_length)
             counts = accept(state, logits, drafts, kind, choose, truncate)
-            self.stats.add(tokens, counts)
+            self._count(cache, state, tokens, counts)
             commit(block, counts)
         finally:
             if self.side is not None:
                 self.side.join()
+
+    def _count(self, cache: SlotCache, state: DecodeState, tokens: int, counts: torch.Tensor) -> None:
+        """What has come out of a step of ``tokens``: [B] int64, 0 for parked rows."""
+        self.stats.add(tokens, counts)
+        if cache.holder.deferring:
+            torch.where(counts > 0, counts, state.stepped, out=state.stepped)

@@ -4,9 +4,10 @@
 """What the target says of a block of proposed tokens, without keeping any of it; then as much of it as is accepted.
 
 The block runs as lanes of one token each, so that products and norms are those of any decode step. Attention writes
-keys beyond a row's committed length, where nobody reads them before they are written anew. A GatedDeltaNet layer scans
-without writing, and remembers its inputs; committing scans the first of them once more, in the order of decode steps,
-so that the state is what as many of them leave.
+keys beyond a row's committed length, where nobody reads them before they are written anew, and so does a GatedDeltaNet
+layer with what it keeps of tokens beside its states, if it is to; then windows alone are left to commit. Otherwise it
+scans without writing, and remembers its inputs; committing scans the first of them once more, in the order of decode
+steps, so that the state is what as many of them leave.
 """
 
 import torch
@@ -45,6 +46,8 @@ def verify(
         before=state.position,
         block=block,
         ids=ids.view(-1, 1),
+        answered=state.length,
+        stepped=state.stepped,
     )
     with cache.planned(plan):
         logits = model.logits(ids.view(-1, 1), positions.view(-1, 1), None, cache)
@@ -59,4 +62,4 @@ def commit(block: BlockPlan, counts: torch.Tensor) -> None:
     first = block.positions[0]  # the rows' own positions have moved on by now
     for layers in alike.values():
         tensors = (list(of_layers) for of_layers in zip(*(layer.tensors for layer in layers), strict=True))
-        layers[0].commit(*tensors, first, counts, layers[0].key_heads)
+        layers[0].commit(*tensors, first, counts, *layers[0].rest)

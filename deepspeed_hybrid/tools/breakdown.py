@@ -24,6 +24,7 @@ KINDS = {
         "gdn_deferred",
         "gdn_block",
         "gdn_heads",
+        "gdn_windows",
         "gdn_prepare",
         "gdn_carry",
     ),

@@ -9,6 +9,7 @@ from copy_slots_cases import buffers_of, copied
 from decode_cases import same_bits
 from gdn_decode_cases import interpreted
 
+from deepspeed_hybrid.cache.layers import SINGLE_TOKENS
 from deepspeed_hybrid.cache.slot_cache import SlotCache
 from deepspeed_hybrid.ops.copy_slots import copy_slots, copy_slots_reference
 from deepspeed_hybrid.segments import chains
@@ -85,7 +86,7 @@ def test_a_cache_copies_as_it_is_told():
         copied_by.append(len(buffers))
         copy_slots_reference(buffers, *slots)
 
-    cache = SlotCache(["linear_attention"], 3, 8, defers=True, copy=copy)
+    cache = SlotCache(["linear_attention"], 3, 8, deferral=SINGLE_TOKENS, copy=copy)
     (layer,) = cache.layers
     layer.ensure(torch.zeros(1, 1, 24), 4, (2, 4, 8), key_heads=1)
     for buffer in cache.buffers():

@@ -10,7 +10,7 @@ import torch
 from gdn_decode_cases import Shape
 from gdn_deferred_cases import aligned, deferred_block
 
-from deepspeed_hybrid.ops import gdn_deferred, gdn_streamed
+from deepspeed_hybrid.ops import gdn_deferred, gdn_kept_block, gdn_streamed
 from deepspeed_hybrid.ops.gdn_decode import GdnSizes
 from deepspeed_hybrid.segments import injection
 
@@ -118,8 +118,9 @@ def test_which_machines(major, shared, build, said, monkeypatch):
     ids=str,
 )
 def test_from_how_many_rows_on(options, state_dtype, many, monkeypatch):
-    """As soon as it is of use, where it takes what will be there."""
+    """As soon as it is of use, where it takes what will be there; blocks of drafts there alone."""
     monkeypatch.setattr(gdn_streamed, "_capable", lambda index: True)
+    monkeypatch.setattr(gdn_kept_block, "obstacle", lambda index: None)
     shape = options.get("shape", Shape(2, 4, 128, 128))
     weight, bias = torch.zeros(shape.channels, 1, 4, dtype=torch.bfloat16), torch.zeros(shape.channels)
     conv = SimpleNamespace(
@@ -134,3 +135,7 @@ def test_from_how_many_rows_on(options, state_dtype, many, monkeypatch):
         conv1d=conv,
     )
     assert injection._many_rows(layer, state_dtype) == many
+    takes = many == 64
+    assert injection._many_rows(layer, state_dtype, blocks=True) == (64 if takes else None)
+    monkeypatch.setattr(gdn_kept_block, "obstacle", lambda index: "no copy engine")
+    assert injection._many_rows(layer, state_dtype, blocks=True) is None

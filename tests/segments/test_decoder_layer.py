@@ -31,7 +31,7 @@ from deepspeed_hybrid.compat import text_model
 from deepspeed_hybrid.generation.arena import slot_bucket
 from deepspeed_hybrid.generation.capacity import SlotBytes, cache_bytes
 from deepspeed_hybrid.ops import fused_linear
-from deepspeed_hybrid.ops.gdn_deferred import gdn_deferred
+from deepspeed_hybrid.ops.gdn_deferred import PLACES, gdn_deferred
 from deepspeed_hybrid.segments.decoder_layer import PreparedNorm
 from deepspeed_hybrid.segments.norm import Norm
 from deepspeed_hybrid.tools.models import decay_slowly
@@ -120,7 +120,7 @@ def test_recurrent_layers_of_many_rows(many, settings):
     arena = rollout._arena
     slot = SlotBytes.of(model, torch.float32)
     kinds = ("kv_keys", "kv_values", "gdn_conv", "gdn_state", "gdn_keys", "gdn_deltas", "gdn_decays")
-    needed = cache_bytes(slot, arena.cache.slots, arena.cache.capacity, late)
+    needed = cache_bytes(slot, arena.cache.slots, arena.cache.capacity, PLACES * late)
     assert sum(report.get(kind, 0) for kind in kinds) == needed
 
 

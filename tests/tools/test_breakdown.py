@@ -24,6 +24,7 @@ KINDS = {
     "warpgroup_linear": "product",
     "fused_silu_mul_halves": "silu * up",
     "gdn_gates": "gdn gates",
+    "gdn_streamed_block": "gdn scan",
     "truncate_scores": "truncation",
 }
 
