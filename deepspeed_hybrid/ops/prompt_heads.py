@@ -31,8 +31,9 @@ def prompt_heads_reference(
     parts = projected.flatten(0, 1)[:, : sum(columns)].split(columns, dim=-1)
     cos, sin = (table.expand(*projected.shape[:2], table.shape[2]).flatten(0, 1) for table in (cos, sin))
     results = []
-    for part, heads, weight in zip(parts, (query_heads, kv_heads), (q_norm, k_norm), strict=True):
-        vectors = part.unflatten(-1, (heads, part.shape[-1] // heads))[..., :head_dim]
+    widths = (1 + gated) * head_dim, head_dim
+    for part, heads, width, weight in zip(parts, (query_heads, kv_heads), widths, (q_norm, k_norm), strict=True):
+        vectors = part.unflatten(-1, (heads, width))[..., :head_dim]
         vectors = rotated_heads(normed_heads(vectors, weight, norm_offset, eps), cos, sin)
         results.append(vectors.unflatten(0, projected.shape[:2]))
     return results[0], results[1]
@@ -65,7 +66,7 @@ def prompt_heads(
         q_norm, k_norm: [D] weights of a norm over each head, of any float dtype, or None for both: no norm.
         norm_offset: is added to these weights: 1.0 for norms that store them around zero.
         eps: of these norms.
-        query_heads, kv_heads, head_dim: H, KV and D.
+        query_heads, kv_heads, head_dim: H, KV and D. One of H and KV may be 0, where there are heads of one kind only.
         gated: see ``projected``.
 
     Returns:
@@ -102,7 +103,8 @@ def _check(projected, cos, sin, q_norm, k_norm, query_heads: int, kv_heads: int,
     require(projected.stride(2) == 1 or projected.shape[2] == 1, "projected must be contiguous in the last dimension")
     rows, tokens, columns = projected.shape
     sizes = query_heads, kv_heads, head_dim
-    require(min(sizes) > 0, f"query_heads, kv_heads and head_dim must be positive, got {sizes}")
+    positive = min(sizes) >= 0 and query_heads + kv_heads > 0 and head_dim > 0
+    require(positive, f"query_heads or kv_heads, and head_dim, must be positive, got {sizes}")
     least = ((1 + gated) * query_heads + kv_heads) * head_dim
     require(columns >= least, f"projected must have {least} columns or more, got {columns}")
     require((q_norm is None) == (k_norm is None), "q_norm and k_norm must both be given or both be None")

@@ -20,6 +20,7 @@ from deepspeed_hybrid.compat import own_attention
 from deepspeed_hybrid.segments.apply import surely
 
 NAME, REPLACED = "deepspeed_hybrid_continued", "sdpa"
+ASK_AT_THE_END = NAME, REPLACED  # a single query without a mask sees all keys, and a mask is [B, 1, Q, K]
 
 
 def continued_attention(

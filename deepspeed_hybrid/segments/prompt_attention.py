@@ -11,6 +11,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from deepspeed_hybrid.segments.apply import Binding
+from deepspeed_hybrid.segments.continued_attention import ASK_AT_THE_END
 from deepspeed_hybrid.segments.norm import Norm, rms_norm
 from deepspeed_hybrid.segments.shared_chain import attention_sizes
 from deepspeed_hybrid.segments.weights import FusedLinear
@@ -35,10 +36,14 @@ def prompt_attention(
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     attention_mask: torch.Tensor | None,
     output: Callable | None = None,
+    last_column: bool = False,
     **kwargs,
 ) -> tuple:
     """[B, T, D] -> [B, T, D], and the weights of an attention function that returns them; or what ``output`` returns
     in place of the output projection.
+
+    With ``last_column``, where the attention function is known to let queries be the last of the keys' positions, only
+    the last tokens ask: of the others there are keys and values alone, and [B, 1, ...] goes to the output.
 
     The attention function is the model's own, on what it would have been given; eager attention, which is not in
     transformers' table of them, runs in the model's own forward.
@@ -50,20 +55,20 @@ def prompt_attention(
     queries, keys, outputs = attention_sizes(module)
     head_dim, gated = module.head_dim, queries != outputs
     heads, kv_heads = outputs // head_dim, keys // head_dim
-    projected = fused(hidden_states)
-    query, key = prompt_heads(
-        projected,
-        *position_embeddings,
-        None if norms is None else norms[0].weight,
-        None if norms is None else norms[1].weight,
-        0.0 if norms is None else norms[0].offset,
-        0.0 if norms is None else norms[0].eps,
-        heads,
-        kv_heads,
-        head_dim,
-        gated,
-    )
-    value = projected[..., -kv_heads * head_dim :].unflatten(-1, (kv_heads, head_dim))
+    normed = None, None, 0.0, 0.0
+    if norms is not None:
+        normed = norms[0].weight, norms[1].weight, norms[0].offset, norms[0].eps
+    if last_column and module.config._attn_implementation in ASK_AT_THE_END:
+        asking, tables = hidden_states[:, -1:], tuple(table[:, -1:] for table in position_embeddings)
+        projected, told = fused.columns(asking, 0, queries), fused.columns(hidden_states, queries)
+        query, _ = prompt_heads(projected, *tables, *normed, heads, 0, head_dim, gated)
+        _, key = prompt_heads(told, *position_embeddings, *normed, 0, kv_heads, head_dim, gated)
+        if attention_mask is not None:
+            attention_mask = attention_mask[:, :, -1:]
+    else:
+        projected = told = fused(hidden_states)
+        query, key = prompt_heads(projected, *position_embeddings, *normed, heads, kv_heads, head_dim, gated)
+    value = told[..., -kv_heads * head_dim :].unflatten(-1, (kv_heads, head_dim))
     slots = cache.layers[module.layer_idx]
     key, value = slots.update(key.transpose(1, 2), value.transpose(1, 2), keep=keep)
     mixed, weights = attend(

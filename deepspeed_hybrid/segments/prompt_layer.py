@@ -37,7 +37,8 @@ def prompt_layer(
 
     Args:
         ops: a :class:`~deepspeed_hybrid.segments.prompts.PromptOps` with all that is used here.
-        mixer: bound to our forward, which takes ``output`` in place of its output projection.
+        mixer: bound to our forward, which takes ``output`` in place of its output projection, and gives it tokens
+            [B, T, ...]; with ``last_column`` the last one will do.
         take, put: hand prepared norms on from layer to layer.
         last_column: behind the mixer, only rows' last tokens go on: [B, 1, D] comes out.
     """
@@ -46,13 +47,15 @@ def prompt_layer(
     normed, _ = take(hidden, input_norm, ops)
 
     def end(core: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        of_tokens = core.reshape(rows, tokens, -1), hidden.view(rows, tokens, size)
+        of_tokens = core, hidden.view(rows, tokens, size)
         if last_column:
             of_tokens = tuple(part[:, -1:].contiguous() for part in of_tokens)
         inputs, residual = (part.flatten(0, 1) for part in of_tokens)
         return output(ops, inputs, residual, mlp_norm)
 
-    hidden_here, normed, squares = mixer(normed.view(rows, tokens, size), output=end, **kwargs)
+    hidden_here, normed, squares = mixer(
+        normed.view(rows, tokens, size), output=end, last_column=last_column, **kwargs
+    )
     gated = ops.normed_linear(normed, squares, mlp_norm.eps, gate_up.weight, None, True)
     hidden_here, normed, squares = down(ops, gated, hidden_here, next_norm)
     put(hidden_here, next_norm, normed, squares)

@@ -96,6 +96,11 @@ class FusedLinear:
         """[..., inputs] -> [..., sum of outputs]."""
         return nn.functional.linear(inputs, self.weight, self.bias)
 
+    def columns(self, inputs: torch.Tensor, start: int, end: int | None = None) -> torch.Tensor:
+        """[..., inputs] -> [..., end - start]: these outputs alone."""
+        bias = None if self.bias is None else self.bias[start:end]
+        return nn.functional.linear(inputs, self.weight[start:end], bias)
+
     def parts(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What each layer gives for [..., inputs]: views of one product."""
         return self(inputs).split(self.sizes, dim=-1)

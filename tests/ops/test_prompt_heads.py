@@ -65,6 +65,22 @@ def test_heads_of_a_token_have_the_same_bits_among_others(op):
         assert same_bits(some, whole[1:, 7:20])
 
 
+@both_heads
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "not gated"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_heads_of_one_kind_have_the_bits_they_have_beside_the_other(op, dtype, gated):
+    """As a last layer asks for them: keys of all tokens, queries of the last one."""
+    arguments = heads_arguments(2, 9, 5, 3, 32, 8, gated, dtype=dtype, shared=False)
+    of_queries = (1 + gated) * 5 * 32
+    query, key = op(**arguments)
+    last = {name: arguments[name][:, -1:] for name in ("projected", "cos", "sin")}
+    last["projected"] = last["projected"][..., :of_queries]
+    asked, none = op(**arguments | last | {"kv_heads": 0})
+    assert same_bits(asked, query[:, -1:].contiguous()) and none.shape == (2, 1, 0, 32)
+    none, told = op(**arguments | {"projected": arguments["projected"][..., of_queries:], "query_heads": 0})
+    assert same_bits(told, key) and none.shape == (2, 9, 0, 32)
+
+
 @both_gates
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 5, 7), (3, 17, 2, 128), (1, 70, 4, 32)], ids=str)
@@ -135,7 +151,9 @@ def test_fake_tensors_need_no_kernel():
         ("q_norm", lambda tensor: tensor[:-1], "q_norm must be"),
         ("k_norm", lambda tensor: None, "both be"),
         ("k_norm", lambda tensor: tensor.to("meta"), "k_norm is on another device"),
-        ("kv_heads", lambda number: 0, "must be positive"),
+        ("kv_heads", lambda number: -1, "must be positive"),
+        ("query_heads", lambda number: -1, "must be positive"),
+        ("head_dim", lambda number: 0, "must be positive"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

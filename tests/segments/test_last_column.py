@@ -11,6 +11,7 @@ from models import ragged_prompts, solo, tiny_model
 from prompt_ops import with_ops
 
 from deepspeed_hybrid.compat import text_model
+from deepspeed_hybrid.generation.prefill import prefill
 
 pytestmark = pytest.mark.core
 
@@ -47,3 +48,35 @@ def test_behind_the_last_mixer_rows_go_on_with_their_last_tokens_alone(watched):
     layers = len(text_model(model).layers)
     assert rows == [3 * 19] * (2 * layers) if watched == -1 else rows == [3 * 19] * (2 * layers - 2) + [3, 3]
     assert seen == ([] if watched is None else [(3, 19)])
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen2_5"])
+@pytest.mark.parametrize(
+    "lengths, budget, widths",
+    [([5, 19, 12], 8192, [19]), ([18, 18], 8192, [18]), ([1, 40], 8192, [40]), ([45], 20, [20, 20])],
+    ids=["padded", "not padded", "far apart", "in chunks"],
+)
+def test_in_the_last_layer_only_the_last_tokens_ask(family, lengths, budget, widths, monkeypatch):
+    """Keys and values there are of all of them; the last 5 tokens of 45 are too few for a chain."""
+    monkeypatch.setattr(prefill, "__defaults__", (budget, None, False))
+    model, prompts, steps = tiny_model(family), ragged_prompts(lengths), 4
+    oracle = [solo(model, prompt(prompts, row), steps) for row in range(len(lengths))]
+    rollout, seen = rollout_of(model), []
+    with_ops(rollout)
+    injection = rollout._injection
+    original = injection.prompt.prompt_heads
+
+    def prompt_heads(projected, cos, sin, *args):
+        heads, kv_heads = args[4:6]
+        seen.append((projected.shape[1], heads > 0, kv_heads > 0))
+        return original(projected, cos, sin, *args)
+
+    injection.prompt = replace(injection.prompt, prompt_heads=prompt_heads)
+    injection.follow()
+    assert_same_answers(greedy(rollout, prompts, steps), oracle)
+    attentions = sum(hasattr(layer, "self_attn") for layer in text_model(model).layers)
+    expected = []
+    for width in widths:
+        expected += [(width, True, True)] * (attentions - 1) + [(1, True, False), (width, False, True)]
+    assert seen[: len(expected)] == expected
+    assert all(call[1:] == (True, True) for call in seen[len(expected) :])

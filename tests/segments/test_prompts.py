@@ -66,7 +66,8 @@ def counts_of(model: nn.Module) -> Counter:
         attention, chained = getattr(layer, "self_attn", None), not hasattr(layer.mlp, "experts")
         if attention is not None and chained:
             gated = attention.q_proj.out_features != attention.o_proj.in_features
-            counts.update(prompt_heads=1, gated_heads=int(gated), keep_tokens=1)
+            heads = 2 if layer is decoder.layers[-1] else 1  # keys of all tokens, queries of the last ones
+            counts.update(prompt_heads=heads, gated_heads=int(gated), keep_tokens=1)
         if chained:
             counts.update(normed_linear=1, residual_linear=2, normed_rows=int(layer is decoder.layers[0]))
         else:
@@ -229,7 +230,7 @@ def test_a_hook_in_attention_takes_part(name):
     without = assert_like_hugging_face(rollout, model)
     getattr(layer_of(model, 3).self_attn, name).register_forward_hook(turned)
     assert not torch.equal(assert_like_hugging_face(rollout, model), without)
-    assert forwards[0]["prompt_heads"] == 1 and forwards[-1]["prompt_heads"] == 0
+    assert forwards[0]["prompt_heads"] == 2 and forwards[-1]["prompt_heads"] == 0
 
 
 def test_what_was_in_a_slot_does_not_matter():

@@ -8,21 +8,21 @@ import triton
 import triton.language as tl
 
 from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
-from deepspeed_hybrid.ops.triton.rounding import rounded, rounded_if
+from deepspeed_hybrid.ops.triton.hopper_math import rounded_in_pairs, sigmoid
 
 TILE, WARPS = 2048, 8  # elements and warps of a program
 
 
 # How many tokens there are is no reason to compile again.
-@triton.jit(do_not_specialize=["heads_in_all", "tokens"])
+@triton.jit(do_not_specialize=["tokens", "tiles"])
 def _gate_and_normalise(
     core,
     gate,
     weight,
     counts,
     out,
-    heads_in_all,
     tokens,
+    tiles,
     row_stride,
     token_stride,
     eps,
@@ -32,30 +32,36 @@ def _gate_and_normalise(
     BLOCK_HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program for BLOCK_HEADS heads, of one token or several.
+    """Grid (B * tiles of a row's heads). One program for BLOCK_HEADS heads, of one token or several of a row.
 
     Where there are counts, a column of T has so many rows of B at its top, and zeros come of the others, whatever they
     hold.
     """
     announce(PDL)
-    head = tl.program_id(0).to(tl.int64) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    row = tl.program_id(0) // tiles
+    head = (tl.program_id(0) - row * tiles) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    real = head < tokens * HEADS
     d = tl.arange(0, BLOCK_D)[None, :]
-    inside = (head < heads_in_all)[:, None] & (d < D)
+    inside = real[:, None] & (d < D)
     token = head // HEADS
-    place = (token // tokens) * row_stride + (token % tokens) * token_stride + (head % HEADS) * D
+    gate += row.to(tl.int64) * row_stride
+    core += row.to(tl.int64) * tokens * (HEADS * D)
+    out += row.to(tl.int64) * tokens * (HEADS * D)
+    place = head.to(tl.int64)[:, None] * D + d
+    place_of_gate = (token.to(tl.int64) * token_stride + (head - token * HEADS) * D)[:, None] + d
     gain = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
     wait(PDL)
     there = inside
     if counts is not None:
-        count = tl.load(counts + token % tokens, mask=head < heads_in_all, other=0)
-        there = inside & (token // tokens < count)[:, None]
-    gating = tl.load(gate + place[:, None] + d, mask=there, other=0.0).to(tl.float32)
-    value = tl.load(core + head[:, None] * D + d, mask=there, other=0.0).to(tl.float32)
+        there = inside & (row < tl.load(counts + token, mask=real, other=0))[:, None]
+    gating = tl.load(gate + place_of_gate, mask=there, other=0.0).to(tl.float32)
+    value = tl.load(core + place, mask=there, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=1) / D + eps)[:, None]
     dtype: tl.constexpr = core.dtype.element_ty
-    value = rounded_if(weight.dtype.element_ty == dtype, rounded(value * scale, dtype) * gain, dtype)
-    value *= gating * tl.sigmoid(gating)
-    tl.store(out + head[:, None] * D + d, value.to(out.dtype.element_ty), mask=inside)
+    value = rounded_in_pairs(True, value * scale, dtype, PDL) * gain
+    value = rounded_in_pairs(weight.dtype.element_ty == dtype, value, dtype, PDL)
+    value *= gating * sigmoid(gating, PDL)
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)
 
 
 def launch(
@@ -70,18 +76,18 @@ def launch(
     rows, tokens, heads, size = core.shape
     block_d = triton.next_power_of_2(size)
     block_heads = max(1, TILE // max(block_d, 32))
-    heads_in_all = rows * tokens * heads
-    if heads_in_all == 0:
+    tiles = triton.cdiv(tokens * heads, block_heads)
+    if rows * tiles == 0:
         return out
     with torch.cuda.device_of(core):  # Triton launches on the current device
-        _gate_and_normalise[(triton.cdiv(heads_in_all, block_heads),)](
+        _gate_and_normalise[(rows * tiles,)](
             core,
             gate,
             weight,
             counts,
             out,
-            heads_in_all,
             tokens,
+            tiles,
             gate.stride(0),
             gate.stride(1),
             eps,

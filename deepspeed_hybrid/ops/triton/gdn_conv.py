@@ -10,7 +10,7 @@ import triton.language as tl
 from deepspeed_hybrid.ops.gdn_conv import checked_sizes
 from deepspeed_hybrid.ops.gdn_decode import L2_EPS
 from deepspeed_hybrid.ops.triton.dependent import announce, pdl, wait
-from deepspeed_hybrid.ops.triton.rounding import rounded_if
+from deepspeed_hybrid.ops.triton.hopper_math import rounded_in_pairs, silu
 
 # A program has RUNS runs of RUN tokens side by side. A row of its tile is a whole cache line of 16-bit channels, or a
 # head, which is normalised; of what a run reads, only the few tokens before it are read by another one too.
@@ -94,7 +94,6 @@ def gdn_conv_kernel(
             past = window + channel[None, :] * CONV_KERNEL + CONV_KERNEL + before
             value_before += tl.load(past, mask=(before < 0) & here, other=0.0)
         known += (value_before.to(tl.float32),)  # type: ignore[assignment]
-    bias = 0.0
     if conv_bias is not None:
         bias = tl.load(conv_bias + channel, mask=present, other=0.0).to(tl.float32)[None, :]
     width = tl.where(part == 2, VALUE_DIM, KEY_DIM)
@@ -114,11 +113,13 @@ def gdn_conv_kernel(
             total = known[0] * weights[0]
             for back in tl.static_range(1, CONV_KERNEL):
                 total = tl.fma(known[back], weights[back], total)
-            total = rounded_if(followed, total + bias, qkv.dtype.element_ty)
-            total = rounded_if(followed, total / (1.0 + tl.exp(-total)), qkv.dtype.element_ty)
+            if conv_bias is not None:
+                total += bias
+            total = rounded_in_pairs(followed, total, qkv.dtype.element_ty, PDL)
+            total = rounded_in_pairs(followed, silu(total, PDL), qkv.dtype.element_ty, PDL)
             if NORMED:
-                scale = tl.rsqrt(tl.sum(total * total, axis=1) + L2)[:, None]
-                total *= tl.where(part == 2, 1.0, scale)
+                if part < 2:  # the half that values are does without
+                    total *= tl.rsqrt(tl.sum(total * total, axis=1) + L2)[:, None]
             tl.store(out + token * width, total.to(out.dtype.element_ty), mask=(start + token < length) & here)
 
     if start + RUN * RUNS >= length:

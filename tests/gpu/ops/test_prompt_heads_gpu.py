@@ -31,6 +31,21 @@ def test_heads_against_float64(shape, norms, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_heads_of_one_kind_have_the_bits_they_have_beside_the_other(dtype):
+    """As a last layer asks for them: keys of all tokens, queries of the last one."""
+    arguments = moved(heads_arguments(3, 65, 16, 4, 256, 64, True, dtype=dtype, shared=False), "cuda")
+    query, key = prompt_heads(**arguments)
+    last = {name: arguments[name][:, -1:] for name in ("projected", "cos", "sin")}
+    last["projected"] = last["projected"][..., : 2 * 16 * 256]
+    with poisoned_outputs():
+        asked, _ = prompt_heads(**arguments | last | {"kv_heads": 0})
+        _, told = prompt_heads(
+            **arguments | {"projected": arguments["projected"][..., 2 * 16 * 256 :], "query_heads": 0}
+        )
+    assert same_bits(asked, query[:, -1:].contiguous()) and same_bits(told, key)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 5, 7), (1, 2048, 16, 256), (16, 33, 32, 128)], ids=str)
 def test_gates_against_float64(shape, dtype):
     arguments = moved(gate_arguments(*shape, dtype=dtype), "cuda")
