@@ -17,7 +17,7 @@ from deepspeed_hybrid.autotp import check_head, check_shards, sharing_group
 from deepspeed_hybrid.compat import ModelCall, causal_model, gdn_kernels, layer_kinds, text_model
 from deepspeed_hybrid.config import HybridEngineRolloutConfig
 from deepspeed_hybrid.generation.peers import Peers
-from deepspeed_hybrid.generation.prefill import TOKEN_BUDGET
+from deepspeed_hybrid.generation.prefill import token_budget_of
 from deepspeed_hybrid.ops.collectives import capture_obstacle
 from deepspeed_hybrid.ops.decode_step import decode_step, decode_step_reference
 from deepspeed_hybrid.ops.fused_silu_mul_halves import fused_silu_mul_halves, fused_silu_mul_halves_reference
@@ -112,9 +112,9 @@ class Paths:
             lines += ["", f"tensor parallel: {self.peers.count} ranks share the layers; logits {ids}"]
         lines += ["", f"graph capture: {'on' if self.graph else 'off'}"]
         if self.graph and self.injection.prompt_obstacle is None:
-            lines.append(
-                f"prompt capture: on; a shape's first forward, and prompts of over {TOKEN_BUDGET} tokens, run eagerly"
-            )
+            longest = token_budget_of(self.device)
+            first = "a shape's first forward"
+            lines.append(f"prompt capture: on; {first}, and prompts of over {longest} tokens, run eagerly")
         return "\n".join([*lines, *self.notes])
 
     def empty_cache(self) -> None:

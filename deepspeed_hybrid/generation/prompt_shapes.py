@@ -9,6 +9,8 @@ ROW_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 WIDTH_STEP = 32  # of widths up to 256; wider ones have four steps an octave
 SMALL_FORWARD = 1024  # tokens: a forward of fewer takes about as long, for it waits for weights and launches
 MOST_PADDING = 1.25  # tokens of a larger forward, over those of as many rows of its longest prompt
+LARGE_FORWARD = 8192  # tokens: from there on rows of padding cost more than a forward of its own for some rows
+LITTLE_PADDING = 1.0625
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ def next_shape(lengths: list[int], token_budget: int) -> tuple[int, PromptShape 
         return 1, None
     width = width_bucket(longest)
     rows = next(bucket for bucket in ROW_BUCKETS if bucket >= count)
-    if rows * width > min(token_budget, max(SMALL_FORWARD, MOST_PADDING * count * longest)):
+    most = MOST_PADDING if count * longest <= LARGE_FORWARD else LITTLE_PADDING
+    if rows * width > min(token_budget, max(SMALL_FORWARD, most * count * longest)):
         count = rows = max(bucket for bucket in ROW_BUCKETS if bucket <= count)
         width = width_bucket(max(lengths[:count]))
     return count, PromptShape(rows, width, padded=rows != count or min(lengths[:count]) != width)

@@ -4,10 +4,12 @@
 """Shapes of prompt forwards: few of them, every prompt in one, little padding, and never over the budget."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from deepspeed_hybrid.generation.prefill import TOKEN_BUDGET
+from deepspeed_hybrid.generation.prefill import TOKEN_BUDGET, token_budget_of
 from deepspeed_hybrid.generation.prompt_shapes import (
     MOST_PADDING,
     ROW_BUCKETS,
@@ -60,6 +62,29 @@ def test_a_width_has_little_padding():
 )
 def test_groups(lengths, shapes):
     assert groups(lengths) == [(count, PromptShape(*shape)) for count, *shape in shapes]
+
+
+@pytest.mark.parametrize(
+    "lengths, shapes",
+    [
+        ([512] * 64, [(32, 32, 512, False)] * 2),
+        ([2048] * 5, [(4, 4, 2048, False), (1, 1, 2048, False)]),  # a row of padding would be a sixth
+        ([512] * 23, [(23, 24, 512, True)]),
+        ([512] * 17, [(16, 16, 512, False), (1, 1, 512, False)]),
+        ([10, 16384, 10], [(1, 1, 32, True), (1, 1, 16384, False), (1, 1, 32, True)]),
+    ],
+    ids=str,
+)
+def test_groups_of_a_large_card(lengths, shapes):
+    assert groups(lengths, 2 * TOKEN_BUDGET) == [(count, PromptShape(*shape)) for count, *shape in shapes]
+
+
+@pytest.mark.parametrize("memory, tokens", [(24, TOKEN_BUDGET), (63, TOKEN_BUDGET), (80, 2 * TOKEN_BUDGET)])
+def test_a_large_card_takes_twice_as_many_tokens(monkeypatch, memory, tokens):
+    card = SimpleNamespace(total_memory=memory * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    assert token_budget_of(torch.device("cuda", 0)) == tokens
+    assert token_budget_of(torch.device("cpu")) == TOKEN_BUDGET
 
 
 def test_a_prompt_over_the_budget_has_no_shape():
