@@ -252,6 +252,7 @@ class ModelCall:
         # The auxiliary loss of a mixture of experts is training's; it would read the mask, which here is a dict.
         self.quiet_options = {"output_router_logits": False} if "output_router_logits" in parameters else {}
         self.shard = head_shard(model)
+        self.token_budget: int | None = None  # of a prefill forward, where somebody has decided it
         self.forwards = 0
         self.kept_mask: torch.Tensor | None = None
         self._cache_checked = False

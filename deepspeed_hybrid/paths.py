@@ -112,8 +112,7 @@ class Paths:
             lines += ["", f"tensor parallel: {self.peers.count} ranks share the layers; logits {ids}"]
         lines += ["", f"graph capture: {'on' if self.graph else 'off'}"]
         if self.graph and self.injection.prompt_obstacle is None:
-            longest = token_budget_of(self.device)
-            first = "a shape's first forward"
+            longest, first = self.call.token_budget, "a shape's first forward"
             lines.append(f"prompt capture: on; {first}, and prompts of over {longest} tokens, run eagerly")
         return "\n".join([*lines, *self.notes])
 
@@ -150,6 +149,7 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
         if getattr(cfg, name):
             off[name] = "every row has a slot and positions of its own"
     group = sharing_group(model)
+    call.token_budget = token_budget_of(device, shared=group is not None)
     graph_obstacle = "there is no CUDA device" if device.type != "cuda" else call.graph_obstacle()
     if graph_obstacle is None and group is not None:
         graph_obstacle = capture_obstacle(group, device)

@@ -22,9 +22,9 @@ TOKEN_BUDGET = 8192
 LARGE_CARD = 64 * 2**30  # bytes
 
 
-def token_budget_of(device: torch.device) -> int:
-    """Tokens of one prefill forward on a device."""
-    if device.type != "cuda" or torch.cuda.get_device_properties(device).total_memory < LARGE_CARD:
+def token_budget_of(device: torch.device, shared: bool) -> int:
+    """Tokens of one prefill forward on a device; ranks that share a model take prompts alike, whatever their cards."""
+    if shared or device.type != "cuda" or torch.cuda.get_device_properties(device).total_memory < LARGE_CARD:
         return TOKEN_BUDGET
     return 2 * TOKEN_BUDGET
 
@@ -45,7 +45,7 @@ def prefill(
         ids: [P, T] int64, left-padded.
         lengths: real tokens of each row.
         slots: the slot of each row.
-        token_budget: most tokens of one forward; None: :func:`token_budget_of` the device.
+        token_budget: most tokens of one forward; None: the model's, or TOKEN_BUDGET.
         graphs: pads forwards to a few shapes, and captures and replays them; None: exact shapes, eagerly. A prompt
             longer than the budget runs eagerly either way.
         alone: one prompt at a time, so that none's numbers depend on the others.
@@ -53,7 +53,7 @@ def prefill(
     Returns:
         Logits of each prompt's last token, [P, V].
     """
-    budget = token_budget_of(ids.device) if token_budget is None else token_budget
+    budget = token_budget or model.token_budget or TOKEN_BUDGET
     logits: list[torch.Tensor] = []
     start = 0
     while start < len(lengths):

@@ -83,8 +83,9 @@ def test_groups_of_a_large_card(lengths, shapes):
 def test_a_large_card_takes_twice_as_many_tokens(monkeypatch, memory, tokens):
     card = SimpleNamespace(total_memory=memory * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    assert token_budget_of(torch.device("cuda", 0)) == tokens
-    assert token_budget_of(torch.device("cpu")) == TOKEN_BUDGET
+    assert token_budget_of(torch.device("cuda", 0), shared=False) == tokens
+    for device, shared in (("cuda:0", True), ("cpu", False)):
+        assert token_budget_of(torch.device(device), shared) == TOKEN_BUDGET
 
 
 def test_a_prompt_over_the_budget_has_no_shape():
