@@ -56,10 +56,11 @@ class HybridEngineRolloutConfig:
             None: the model's own. With 'dflash' alone.
         draft_side_stream: in a step of a block, bring a draft model's context up to date on a stream of its own,
             beside what follows in the step. Results are the same. On a CPU it changes nothing. With 'dflash' alone.
-        train_consistent: decode steps in the training forward's order where that costs time: a norm ends before the
-            product that reads it, and products are the library's, with an activation or a residual in launches of
-            their own. Roundings that cost nothing follow it in any case, and from 17 rows on, as on a CPU, nothing
-            changes. Wants ``state_dtype`` fp32, as training has it, and goes without ``batch_invariant``.
+        train_consistent: in the training forward's order where that costs time: prompts run in the model's own code,
+            and in decode steps a norm ends before the product that reads it, and products are the library's, with an
+            activation or a residual in launches of their own. Roundings that cost nothing follow it in any case, and
+            on a CPU nothing changes. Wants ``state_dtype`` fp32, as training has it, and goes without
+            ``batch_invariant``.
 
     Raises:
         ValueError: names the field, what arrived and what is accepted.

@@ -184,7 +184,7 @@ def resolve_paths(engine, cfg: HybridEngineRolloutConfig) -> Paths:
             ops["gdn_gates"],
             chain,
             gathered,
-            prompt_ops(device, cfg.segki_backend, off),
+            prompt_ops(device, cfg.segki_backend, off, cfg.train_consistent),
         ),
         peers=Peers(group, device, replica_of(engine)),
         layers=layers,

@@ -101,10 +101,10 @@ def _reference_ops(batch_invariant: bool) -> DecodeOps:
     return DecodeOps(norm, *products, SharedSum(products[0], norm), *mixers, *rest)
 
 
-def prompt_ops(device: torch.device, backend: str, off: dict[str, str]) -> PromptOps:
+def prompt_ops(device: torch.device, backend: str, off: dict[str, str], train_consistent: bool = False) -> PromptOps:
     """Triton's on CUDA, where norms are made whole by their writers and products are the library's, as in training;
-    on a CPU the model's own code, for the very bits of it."""
-    if device.type != "cuda":
+    on a CPU, and where rollouts are to be consistent with training, the model's own code, for the very bits of it."""
+    if device.type != "cuda" or train_consistent:
         return MODELS_OWN
     obstacle = triton_off(backend)
     if obstacle:

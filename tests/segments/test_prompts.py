@@ -146,8 +146,9 @@ def test_a_gpu_runs_tritons_or_says_why(backend, monkeypatch):
         assert (ops.shared_sum.product, ops.shared_sum.norm) == (normed_linear_by_library, normed_rows)
     else:
         assert ops == PromptOps() and off == {"prompt ops": f"segki_backend is {backend!r}"}
-    monkeypatch.setattr(chains, "triton_obstacle", lambda: "Triton is not installed")
     off.clear()
+    assert chains.prompt_ops(torch.device("cuda"), backend, off, train_consistent=True) == PromptOps() and not off
+    monkeypatch.setattr(chains, "triton_obstacle", lambda: "Triton is not installed")
     assert chains.prompt_ops(torch.device("cuda"), "auto", off) == PromptOps()
     assert off == {"prompt ops": "Triton is not installed"}
 
