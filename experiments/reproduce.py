@@ -84,6 +84,7 @@ ON_CPU = [
 TIMED = [
     Command(f"{BENCH} --batch 1,8,32,64,128,256 --runs 1", "decode_h200.json", 120, plot="decode_h200.png"),
     Command(f"{BENCH} --batch 64 --new 256 --runs 1 --sampling sampled", "decode_sampled_h200.json", 30),
+    Command(f"{BENCH} --batch 64 --new 256 --runs 1 --sampling truncated", "decode_truncated_h200.json", 30),
     Command(f"{BENCH} --batch 1,64 --new 128 --runs 1 --segki off", "decode_off_h200.json", 40),
     Command("deepspeed-hybrid bench prefill --model-config qwen3.5-4b --shapes 1x128,1x2048,64x512 --runs 3",
             "prefill_h200.json", 45),
