@@ -10,7 +10,7 @@ import pytest
 import torch
 from attention_cases import attention_arguments
 
-from deepspeed_hybrid.ops import attention_streamed, few_rows, gdn_streamed, warpgroup
+from deepspeed_hybrid.ops import attention_streamed, few_rows, gdn_kept_block, gdn_streamed, warpgroup
 from deepspeed_hybrid.ops.attention_streamed import choose_splits
 from deepspeed_hybrid.segments import chains
 
@@ -100,7 +100,7 @@ def test_what_the_op_is_called_with(lengths, splits, passed, monkeypatch):
 
 
 def test_what_is_off_is_said(monkeypatch):
-    for op in (attention_streamed, few_rows, gdn_streamed, warpgroup):
+    for op in (attention_streamed, few_rows, gdn_kept_block, gdn_streamed, warpgroup):
         monkeypatch.setattr(
             op, "obstacle", lambda index, op=op: None if op is few_rows else f"{op.__name__} on {index}"
         )
@@ -109,7 +109,10 @@ def test_what_is_off_is_said(monkeypatch):
     products = {"warpgroup_linear op": f"{package}.warpgroup on 1"}
     assert chains.ops_off(1, plain, train_consistent=True) == attention
     assert chains.ops_off(1, plain, train_consistent=False) == attention | products
-    states = {"gdn_streamed op": f"{package}.gdn_streamed on 1"}
+    states = {
+        "gdn_streamed op": f"{package}.gdn_streamed on 1",
+        "gdn_streamed_block op": f"{package}.gdn_kept_block on 1",
+    }
     assert chains.ops_off(1, SimpleNamespace(gdn_deferred=print), train_consistent=True) == attention | states
 
 
